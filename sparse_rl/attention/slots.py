@@ -118,6 +118,16 @@ class Feed:
         return None if self.known is None else self.known.of_layer(layer, key, value)
 
     @cached_property
+    def window_index(self) -> Tensor:
+        """From where windows reach back. [B, T]
+
+        Padding that is not stored reaches back from the last real token, because a token that sees nothing is NaN.
+        """
+        if self.stored is None or self.ends is None:
+            return self.index
+        return torch.minimum(self.index, self.ends[:, None] - 1)
+
+    @cached_property
     def real(self) -> Tensor | None:
         """Which tokens are stored to stay. [B, T], or None for all"""
         if self.live is not None:
@@ -242,7 +252,7 @@ def _attend_to_slots(
         return attend_under(mask, query, keys, values, scaling)
     bias = None
     if sliding_window is not None or alibi is not None:
-        fed, index = cache.layer(layer).feed[rows, :, None, :span], feed.index[:, None, :, None]  # [B, H, 1, S]
+        fed, index = cache.layer(layer).feed[rows, :, None, :span], feed.window_index[:, None, :, None]  # [B, H, 1, S]
         if sliding_window is not None:
             visible = visible & (index - fed < sliding_window)  # [B, H, T, S]
         if alibi is not None:

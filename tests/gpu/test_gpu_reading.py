@@ -36,25 +36,25 @@ def kernels_used(monkeypatch) -> set[str]:
     return used
 
 
-def found_by(model, compressor="rkv"):
+def found_by(model, compressor="rkv", **options):
     """What is left by prompts, and by given tokens in rows that lie apart: log-probs, and all tensors of the caches."""
-    prompts, scratch = read(model, compressor)
-    given, cache, _ = fed(model, compressor)
+    prompts, scratch = read(model, compressor, **options)
+    given, cache, _ = fed(model, compressor, **options)
     logits = torch.cat([prompts, torch.stack([given[row] for row in sorted(given)])])
     return logits.double().log_softmax(-1), [*scratch.tensors, *cache.tensors]
 
 
-def by_modules(model, compressor="rkv"):
+def by_modules(model, compressor="rkv", **options):
     with pytest.MonkeyPatch.context() as patch:
         change_rules(patch, fuses_prompts=False)
-        return found_by(model, compressor)
+        return found_by(model, compressor, **options)
 
 
-def alone(model, compressor="rkv"):
+def alone(model, compressor="rkv", **options):
     """As `by_modules`, and given tokens are fed row by row."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Feeder, "groups", lambda self, chunks: [[chunk] for chunk in chunks])
-        return by_modules(model, compressor)
+        return by_modules(model, compressor, **options)
 
 
 def apart(mine, theirs) -> tuple[float, float]:
@@ -84,11 +84,14 @@ def test_at_the_noise_floor_of_bf16(name, compressor, monkeypatch):
 
 @pytest.mark.parametrize("compressor", ["rkv", "h2o", "dense"])
 @pytest.mark.parametrize("name", [*FAMILY, "qwen3-moe", "mixtral", "gemma3", "gpt-oss"])
-def test_in_fp32_it_is_the_modules(name, compressor):
-    """Also of models of which nothing is fused, whose rows are fed together all the same."""
+@pytest.mark.parametrize("interval", [16, 60])
+def test_in_fp32_it_is_the_modules(interval, name, compressor):
+    """Also of models of which nothing is fused, whose rows are fed together all the same, and of chunks that are padded
+    beyond a sliding window.
+    """
     model = on_gpu(name)
-    ours, modules, one_by_one = found_by(model, compressor), by_modules(model, compressor), alone(model, compressor)
-    for theirs in (modules, one_by_one):
+    ours, *others = (way(model, compressor, interval=interval) for way in (found_by, by_modules, alone))
+    for theirs in others:
         torch.testing.assert_close(ours[0], theirs[0], rtol=1e-3, atol=1e-3)
         for a, b in zip(ours[1], theirs[1], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)

@@ -20,10 +20,10 @@ def read_as_on_a_gpu(monkeypatch, fused: bool) -> None:
     change_rules(monkeypatch, **ON_A_GPU, fuses_prompts=fused)
 
 
-def loop_of(model, compressor="rkv", rows=8, **options) -> LiveLoop:
-    """The loop of an open engine, whose rows are empty. Budget 16, interval 16, prompts of up to 24 tokens"""
+def loop_of(model, compressor="rkv", rows=8, interval=16, **options) -> LiveLoop:
+    """The loop of an open engine, whose rows are empty. Budget 16, prompts of up to 24 tokens"""
     together = dict(prefill_rows=len(PROMPTS), prefill_chunk=16384)
-    engine = Engine(model, compressor, budget=16, interval=16, rows=rows, **together, **options)
+    engine = Engine(model, compressor, budget=16, interval=interval, rows=rows, **together, **options)
     engine.storage.reserve_live(24, 120, 16)
     return LiveLoop(engine, 120, 0, None, 0)
 

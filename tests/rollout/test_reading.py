@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from sparse_rl import Engine, Sampling, SparseRLError
+from sparse_rl.attention import slots
 from sparse_rl.compressors import make
 from sparse_rl.kernels import modules, ops
 from sparse_rl.kernels.modules import fused_forward, fusing, known_modules
@@ -96,6 +97,26 @@ def test_rows_fed_together_are_rows_fed_alone(name, compressor, fused, monkeypat
     assert_same_cache(together, cache)
 
 
+@pytest.mark.parametrize("compressor", ["rkv", "h2o"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt-oss"])
+def test_padding_that_windows_do_not_reach_beyond_is_not_nan(name, compressor, monkeypatch):
+    """A chunk of 4 beside one of 67 tokens, where windows have 24: attention received would be NaN, too."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Feeder, "groups", lambda self, chunks: [[chunk] for chunk in chunks])
+        expected, cache, _ = fed(tiny(name), compressor, interval=60)
+    read_as_on_a_gpu(monkeypatch, fused=False)
+    attend, seen = slots.attend_with_probs, []
+    monkeypatch.setattr(
+        slots, "attend_with_probs", lambda *given, **named: seen.append(attend(*given, **named)) or seen[-1]
+    )
+    logits, together, groups = fed(tiny(name), compressor, interval=60)
+    assert groups == 1 and all(part.isfinite().all() for pair in seen for part in pair)
+    assert bool(seen) == (compressor == "h2o")
+    for row, theirs in expected.items():
+        torch.testing.assert_close(logits[row], theirs, rtol=2e-4, atol=2e-4)
+    assert_same_cache(together, cache)
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_the_kernels_in_a_forward_pass(name, monkeypatch):
     model = tiny(name, num_hidden_layers=1)
@@ -112,11 +133,11 @@ def test_the_kernels_in_a_forward_pass(name, monkeypatch):
     assert_same_cache(own, scratch)
 
 
-@pytest.mark.parametrize("slots", ["fp8", "int8"])
-def test_slots_of_8_bits(slots, monkeypatch):
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_slots_of_8_bits(kind, monkeypatch):
     """In fp64, where no code is a tie."""
     model = copy.deepcopy(tiny("qwen3")).double()
-    compressor = make("rkv", slots=slots)
+    compressor = make("rkv", slots=kind)
     expected, cache, _ = fed(model, compressor)
     read_as_on_a_gpu(monkeypatch, fused=False)
     logits, together, groups = fed(model, compressor)
