@@ -1,7 +1,7 @@
 from ..cache.segments import Replay
 from .given import Given, giving
-from .register import through_backward, use_attention
+from .register import Switch, through_backward, use_attention
 from .slots import Feed
 from .written_out import has_alibi
 
-__all__ = ["Feed", "Given", "Replay", "giving", "has_alibi", "through_backward", "use_attention"]
+__all__ = ["Feed", "Given", "Replay", "Switch", "giving", "has_alibi", "through_backward", "use_attention"]

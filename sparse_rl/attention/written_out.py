@@ -26,17 +26,22 @@ from .alibi import Alibi
 from .given import given
 
 Attention = Callable[..., tuple[Tensor, None]]  # as of transformers' interface
+Replacements = list[tuple[nn.Module, dict[str, Any]]]  # modules, and the attributes that they get
 
 
-@contextmanager
-def replaced_methods(model: nn.Module, attention: Attention) -> Iterator[None]:
-    """Let modules that write their attention out call `attention`, and let decoders have the positions given."""
-    new: list[tuple[nn.Module, dict[str, Any]]] = []
+def replacements(model: nn.Module, attention: Attention) -> Replacements:
+    """What lets modules that write their attention out call `attention`, and decoders have the positions given."""
+    new: Replacements = []
     for number, module in enumerate(_written_out(model)):
         name, method = REPLACED[type(module).__name__]
         # Some have no number, or name it otherwise.
         new.append((module, {name: partial(method, module, attention), "layer_idx": number}))
-    new += [(table, {"forward": partial(_positions, table)}) for table in position_tables(model)]
+    return new + [(table, {"forward": partial(_positions, table)}) for table in position_tables(model)]
+
+
+@contextmanager
+def replaced(new: Replacements) -> Iterator[None]:
+    """Within the `with`, modules have what replaces their own."""
     before = [{name: vars(module)[name] for name in own if name in vars(module)} for module, own in new]
     try:
         for module, own in new:
@@ -49,8 +54,9 @@ def replaced_methods(model: nn.Module, attention: Attention) -> Iterator[None]:
             vars(module).update(old)
 
 
-def writes_attention_out(model: nn.Module) -> bool:
-    return bool(_written_out(model))
+def writes_out(new: Replacements) -> bool:
+    """Whether some of the modules for which there are replacements write their attention out."""
+    return any(_is(module, REPLACED) for module, _ in new)
 
 
 def has_alibi(model: nn.Module) -> bool:

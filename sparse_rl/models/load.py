@@ -4,7 +4,7 @@ model of any size, or a public architecture with random weights. Also evaluation
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -169,11 +169,11 @@ def _forget_quantisation(model: PreTrainedModel) -> None:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
     """Put a model into eval mode (no dropout, no gradient checkpointing), and afterwards every module back into its
-    own.
+    own. modules: those of the model, where they are known
     """
-    training = [module for module in model.modules() if module.training]
+    training = [module for module in (model.modules() if modules is None else modules) if module.training]
     try:
         for module in training:
             module.training = False

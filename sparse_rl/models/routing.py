@@ -16,7 +16,7 @@ Shapes: M layers with experts, n tokens in the order in which the model reads th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -70,9 +70,13 @@ def has_experts(model: nn.Module) -> bool:
     return any("Experts" in type(module).__name__ for module in model.modules())
 
 
-def routers(model: nn.Module) -> list[Any]:
-    """The routers of a model, layer by layer: modules that score all experts and choose some for each token."""
-    return [m for m in model.modules() if _kind(m).endswith(("Router", "Gate")) and isinstance(_top_k(m), int)]
+def routers(model: nn.Module, modules: Iterable[nn.Module] | None = None) -> list[Any]:
+    """The routers of a model, layer by layer: modules that score all experts and choose some for each token.
+
+    modules: those of the model, where they are known
+    """
+    modules = model.modules() if modules is None else modules
+    return [m for m in modules if _kind(m).endswith(("Router", "Gate")) and isinstance(_top_k(m), int)]
 
 
 def routing_of(model: nn.Module) -> Routing | None:
@@ -149,14 +153,15 @@ class RouteRecorder:
     The hooks are the same objects every time, so a captured graph stays valid (rollout/capture.py).
     """
 
-    def __init__(self, model: nn.Module, routing: Routing):
-        self.model, self.routing = model, routing
+    def __init__(self, model: nn.Module, routing: Routing, modules: Callable[[], Iterable[nn.Module]] | None = None):
+        """modules: returns those of the model, without walking through it"""
+        self.model, self.routing, self.modules = model, routing, model.modules if modules is None else modules
         self.into: Tensor | None = None  # [M, n, k], integers of any kind: the first n tokens of the next forward pass
         self._hooks: list[Callable] = [partial(self._note, layer) for layer in range(routing.layers)]
         self._handles: list[Any] = []
 
     def __enter__(self) -> RouteRecorder:
-        found = routers(self.model)
+        found = routers(self.model, self.modules())
         assert len(found) == len(self._hooks) and not self._handles
         self._handles = [router.register_forward_hook(hook) for router, hook in zip(found, self._hooks, strict=True)]
         return self

@@ -20,6 +20,7 @@ from ..cache.support import Support
 from ..records import Trajectory
 from .queue import Row
 from .sampling import Sampling
+from .sent import on_host
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ class Conversation:
 
     def trajectory(self, trace: Trace) -> Trajectory:
         """The conversation as one trajectory. trace: of all its tokens"""
-        tokens, logprobs = torch.tensor(self.tokens), torch.tensor(self.logprobs)
-        given, prompt = torch.tensor(self.given), len(self.prompt)
+        tokens, logprobs = on_host(self.tokens), on_host(self.logprobs, torch.float32)
+        given, prompt = on_host(self.given), len(self.prompt)
         given[:prompt] = False
         return Trajectory(
             tokens=tokens,

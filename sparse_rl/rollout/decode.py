@@ -177,9 +177,12 @@ class RowState:
 
     def traces_of(self, rows: list[int], tokens: list[int]) -> list[Trace]:
         """The trace of each trajectory, copied to the CPU because rows are reused. tokens: the length of each"""
-        copied = self.trace[rows, :, :, : max(tokens)].cpu()
+        copied = [self.trace[row, :, :, :n] for row, n in zip(rows, tokens)]
+        if len(rows) > 1:  # in one copy
+            whole = self.trace[rows, :, :, : max(tokens)].cpu()
+            copied = [trace[:, :, :n] for trace, n in zip(whole, tokens)]
         ties = self.ties_of(rows)
-        return [as_trace(copied[i, :, :, :n], self.slots, ties[i]) for i, n in enumerate(tokens)]
+        return [as_trace(trace, self.slots, own) for trace, own in zip(copied, ties, strict=True)]
 
     def ties_of(self, rows: list[int]) -> list[Tensor | None]:
         """The ties of each row, int64 [N, 4]; None if they are not noted."""
@@ -214,7 +217,7 @@ def never_in(trace: Tensor) -> int:
 def as_trace(evicted_at: Tensor, slots: SlotFormat | None, ties: Tensor | None) -> Trace:
     """A trace with a copy of what a row has written: [L, H, T], uint16 as int16 bits, or int32; and of its ties"""
     dtype = trace_dtype(evicted_at.shape[-1])
-    evicted_at = evicted_at.clone()
+    evicted_at = evicted_at.to("cpu", copy=True, memory_format=torch.contiguous_format)
     if evicted_at.dtype == torch.int16:
         evicted_at = evicted_at.view(torch.uint16)
     elif dtype == torch.uint16:  # the call allowed for more tokens than this trajectory has

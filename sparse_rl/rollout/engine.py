@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from ..attention import has_alibi, use_attention
+from ..attention import Switch, has_alibi
 from ..cache import SlotCache
 from ..compressors import Compressor, make
 from ..errors import NonFiniteLogits, RolloutInterrupted, SparseRLError, check_count, require_int
@@ -92,7 +92,8 @@ class Engine:
             raise SparseRLError(
                 f"{self.shape.architecture} has no positions that a beacon could take; use another model."
             )
-        with use_attention(model, "slots"):
+        self.switch = Switch(model, "slots")
+        with self.switch():
             pass  # refuse models whose attention cannot be replaced before anything is allocated
         self.recorder = self._recorder() if record_routes else None
         routing = None if self.recorder is None else self.recorder.routing
@@ -113,7 +114,7 @@ class Engine:
             raise SparseRLError(f"{self.shape.architecture} {why}: its routes cannot be recorded.")
         routing = routing_of(self.model)
         assert routing is not None
-        return RouteRecorder(self.model, routing)
+        return RouteRecorder(self.model, routing, lambda: self.switch.modules)
 
     @property
     def device(self) -> torch.device:
@@ -151,8 +152,7 @@ class Engine:
         Rows stay as they are and are used in part, so nothing is allocated or captured again.
         """
         if not self.compressor.has_budget:
-            name = self.compressor.name
-            raise SparseRLError(f"{name} has no budget that could be set to {budget}; use another compressor.")
+            raise SparseRLError(f"{self.compressor.name} has no budget that could be set to {budget}; use another.")
         bound = self.compressor.bind(budget, self.compressor.interval)
         if budget > self.largest.budget:
             raise SparseRLError(
@@ -378,8 +378,8 @@ class Engine:
     @contextmanager
     def _switched(self) -> Iterator[None]:
         """Put the model into the state that a rollout needs, and restore it afterwards."""
-        recording = nullcontext() if self.recorder is None else self.recorder
-        with torch.no_grad(), evaluating(self.model), use_attention(self.model, "slots"), recording:
+        recording = self.recorder or nullcontext()
+        with torch.no_grad(), evaluating(self.model, self.switch.modules), self.switch(), recording:
             yield
 
     def _note(self, call: GenerateCall) -> None:

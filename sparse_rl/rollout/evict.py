@@ -12,6 +12,7 @@ from ..errors import SparseRLError
 from ..kernels import ops
 from ..streams import eviction_streams
 from .decode import never_in
+from .sent import sent
 
 
 def evict(
@@ -108,7 +109,7 @@ def _unreachable(cache: SlotCache, layers: slice, feed: Tensor, fed: Tensor) -> 
     windows = cache.sliding_window[layers]
     if all(window is None for window in windows):
         return None
-    reach = torch.tensor([torch.iinfo(torch.int32).max if w is None else w for w in windows], device=feed.device)
+    reach = sent([torch.iinfo(torch.int32).max if w is None else w for w in windows], feed.device)
     distance = fed[None, :, None, None] - feed  # the next query has feed index `fed`
     return (distance >= reach[:, None, None, None]).flatten(0, 1)
 

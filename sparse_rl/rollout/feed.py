@@ -22,7 +22,7 @@ from ..planning.memory import most_fed
 from .decode import forward
 from .evict import evict_as
 from .prefill import pieces, span_of
-from .upload import upload
+from .sent import sent_together
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Feeder:
         columns = torch.tensor([(chunk.row, chunk.used, chunk.fed) for chunk in chunks]).T
         cuts = [(start, stop) for start, stop, _ in pieces(longest, max(1, self.together // n), 0)]
         stored = [real[:, start:stop].flatten().nonzero()[:, 0] for start, stop in cuts] if padded else []
-        (rows, used, fed), length, tokens, *stored = upload([columns, lengths, table, *stored], device)
+        (rows, used, fed), length, tokens, *stored = sent_together([columns, lengths, table, *stored], device)
         ends, logits, routes = fed + length, None, []
         for i, (start, stop) in enumerate(cuts):
             place = torch.arange(start, stop, device=device)

@@ -184,10 +184,12 @@ class LiveEngine:
         """Whether a round would do nothing and return nothing."""
         return not self._inbox and not self._news and self._loop.idle
 
-    def step(self, sample: bool = True) -> list[Conversation]:
+    def step(self, sample: bool = True, meanwhile: Callable[[], None] | None = None) -> list[Conversation]:
         """One round: some tokens for every running conversation. -> those with news: new tokens, or a stop
 
         sample: False: only take in requests, so that cancelled conversations end and others wait.
+        meanwhile: work for the host that should not keep a GPU waiting, such as handing on the last round's news. It
+        is called when the GPU has been given the round's work, perhaps more than once; on a CPU, before the round.
         An interrupt is held back until the round has ended, so nothing is lost and one may continue to step: the next
         round also returns the news of the interrupted one.
         """
@@ -195,7 +197,7 @@ class LiveEngine:
         with uninterrupted():
             try:
                 self._take_orders()
-                self._loop.news = {}
+                self._loop.news, self._loop.meanwhile = {}, meanwhile or (lambda: None)
                 if sample and (not self._loop.idle or (self._loop.held and self._loop.hold_seconds is not None)):
                     with self.engine._switched():
                         self._loop.round()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..cache import Trace
 from ..errors import SparseRLError
+from ..kernels import ops
 from ..kernels.twins_sample import room_of
 from .conversation import Conversation, Parked
 from .decode import as_trace
@@ -27,6 +28,7 @@ from .feed import Chunk, Feeder
 from .queue import Row, Waiting
 from .sampling import sample
 from .schedule import Loop
+from .sent import sent
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -64,6 +66,8 @@ class LiveLoop(Loop):
         self.parked: dict[int, Conversation] = {}  # by number, the longest parked first
         self.news: dict[int, Conversation] = {}  # by number: conversations with news in this round
         self.matched: list[int] = []  # rows in which a stop string was found
+        self.beginning: list[Conversation] = []  # those that go on, whose rows do not have the turn's settings yet
+        self.meanwhile: Callable[[], None] = lambda: None  # what the host does while a GPU works
         together, most = engine.prefill_chunk, engine.storage.fed_rows
         self.feeder = Feeder(self.model, self.cache, self.scratch, together, most, engine.recorder, self.known)
         self.state.begin(max_tokens, self.capacity)
@@ -94,7 +98,12 @@ class LiveLoop(Loop):
         if self.hold_seconds is not None:
             before = time.monotonic() - self.hold_seconds
             self.park([row for row, sequence in self.held.items() if self.of(sequence).since <= before])
+        if not ops.rules(self.device).on_gpu:
+            self.meanwhile()  # the device would not work meanwhile
         super().round()
+
+    def before_waiting(self) -> None:
+        self.meanwhile()
 
     # ---------------------------------------------------------------------------------------------------------- admit
 
@@ -128,6 +137,7 @@ class LiveLoop(Loop):
         back = [conversation for conversation in chosen if conversation.sequence is not None]
         for conversation, row in zip(back, free):
             self.bring_back(conversation, row)
+        self.begin_extended()
         alike: dict[tuple, Waiting] = {}
         for conversation in chosen:
             if conversation.sequence is None:
@@ -152,7 +162,7 @@ class LiveLoop(Loop):
             return
         settings = self.state.settings
         assert settings is not None
-        which = torch.tensor([conversation.row for conversation in conversations], device=self.device)
+        which = sent([conversation.row for conversation in conversations], self.device)
         for conversation in conversations:
             assert conversation.sequence is not None
             most = min(conversation.sampling.max_new_tokens, self.max_tokens - len(conversation.tokens))
@@ -168,7 +178,15 @@ class LiveLoop(Loop):
             (settings.stop_ids, [c.stop_ids + [-1] * (stops - len(c.stop_ids)) for c in conversations]),
         ]
         for tensor, values in columns:
-            tensor[which] = torch.tensor(values, dtype=tensor.dtype, device=self.device)
+            tensor[which] = sent(values, self.device, tensor.dtype)
+
+    def begin_extended(self) -> None:
+        """Let conversations that go on begin their turns, all of them together."""
+        going = [conversation for conversation in self.beginning if conversation.row is not None]  # others were dropped
+        self.beginning = []
+        self.begin_turns(going)
+        if rows := [conversation.row for conversation in going if not conversation.ahead]:
+            self.state.done[sent(rows, self.device)] = False
 
     def draw(self, rows: list[int], which: Tensor, logits: Tensor) -> None:
         """Sample the first tokens of turns, those with the same settings together."""
@@ -180,7 +198,7 @@ class LiveLoop(Loop):
             by_way.setdefault((way.temperature, way.top_k, way.top_p, way.records), []).append(i)
         for places in by_way.values():
             way = self.of(self.running[rows[places[0]]]).sampling
-            part = torch.tensor(places, device=self.device)
+            part = sent(places, self.device)
             some = which[part]
             room = room_of(self.state, way.records is not None) or 0
             drawn = sample(logits[part], self.state.stream[some], self.state.count[some], way, room)
@@ -204,12 +222,8 @@ class LiveLoop(Loop):
         """Continue a row that was held or brought back: feed it what was given, or sample further."""
         row, conversation.status = conversation.row, "running"
         assert row is not None
-        self.begin_turns([conversation])
-        if conversation.ahead:
-            self.feeding[row] = sequence
-        else:
-            self.running[row] = sequence
-            self.state.done[row] = False
+        self.beginning.append(conversation)
+        (self.feeding if conversation.ahead else self.running)[row] = sequence
 
     def feed(self) -> None:
         """Feed a chunk to every row that has given tokens, until the row is full or the turn is fed and its first token
@@ -243,7 +257,7 @@ class LiveLoop(Loop):
         if ended:
             rows, logits = fed.rows, fed.logits
             if len(ended) < len(chunks):
-                part = torch.tensor(ended, device=self.device)
+                part = sent(ended, self.device)
                 rows, logits = rows[part], logits[part]
             self.state.done[rows] = False
             self.draw([chunks[i].row for i in ended], rows, logits)
@@ -263,18 +277,17 @@ class LiveLoop(Loop):
             return 1
         return super().steps_this_round()
 
-    def tell(self, count: list[int]) -> None:
-        for row, (sequence, tokens, logprobs) in self.sampled(count).items():
-            conversation = self.of(sequence)
-            conversation.receive(tokens, logprobs)
-            self.news[conversation.number] = conversation
-            if conversation.text is not None and conversation.text.add(tokens):
-                conversation.matched = conversation.text.matched
-                self.matched.append(row)
+    def tell(self, row: int, sequence: Row, tokens: list[int], logprobs: list[float]) -> None:
+        conversation = self.of(sequence)
+        conversation.receive(tokens, logprobs)
+        self.news[conversation.number] = conversation
+        if conversation.text is not None and conversation.text.add(tokens):
+            conversation.matched = conversation.text.matched
+            self.matched.append(row)
 
     def end(self, rows: list[int], count: list[int]) -> None:
         if early := [row for row in self.matched if row in self.running and row not in rows]:
-            self.state.done[torch.tensor(early, device=self.device)] = True
+            self.state.done[sent(early, self.device)] = True
         self.matched = []
         for row in [*rows, *early]:
             sequence = self.running.pop(row)

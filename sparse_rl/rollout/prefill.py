@@ -23,7 +23,7 @@ from ..models.routing import RouteRecorder
 from .decode import forward, never_in
 from .evict import evict
 from .queue import Waiting
-from .upload import upload
+from .sent import sent, sent_together
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Reader:
         device, lengths = scratch.device, [len(w.prompt) for w in prompts]
         n, longest = len(prompts), max(lengths)
         table = torch.tensor([w.prompt + [0] * (longest - len(w.prompt)) for w in prompts])  # [N, P]
-        tokens, ends = upload([table, torch.tensor(lengths)], device)
+        tokens, ends = sent_together([table, torch.tensor(lengths)], device)
         long = [i for i, length in enumerate(lengths) if self.compressor.evicts_prompt(length)]
         shape = (n, scratch.shape.layers, scratch.shape.heads, longest)
         trace = self.trace_like.new_full(shape, never_in(self.trace_like)) if long else None
@@ -83,7 +83,7 @@ class Reader:
         chunk = self.compressor.prompt_chunk if long else 0
         for start, stop, ends_chunk in pieces(longest, max(1, together // n), chunk):
             index = torch.arange(start, stop, device=device).expand(n, -1)
-            slot = index if used == [start] * n else index - start + torch.tensor(used, device=device)[:, None]
+            slot = index if used == [start] * n else index - start + sent(used, device)[:, None]
             slot = slot.clamp(max=scratch.capacity - 1)  # of prompts that have ended, whose last slot is free
             feed = Feed(
                 scratch, slot, index, span=span_of(scratch, max(used) + stop - start), first=start == 0,
@@ -139,7 +139,7 @@ def _compress(
 ) -> Tensor:
     """Evict one prompt, of which `fed` tokens were fed, down to the budget. -> bool: whether the slots were valid"""
     columns = [[row], [fed], [prompt.prompt_stream], [len(prompt.prompt)]]
-    rows, feds, stream, lengths = torch.tensor(columns, device=scratch.device)
+    rows, feds, stream, lengths = sent(columns, scratch.device)
     live = torch.ones_like(rows).bool()
     return evict(scratch, compressor, rows, used, feds, stream, lengths, trace, live, tokens=fed)
 

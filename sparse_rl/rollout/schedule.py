@@ -2,8 +2,8 @@
 
     while sequences are waiting or running:
         admit    prefill prompts together, fork them into every free row
-        feed     feed given tokens to rows that continue after a pause (only in live_loop.py)
         decode   sample some tokens in every running row
+        feed     feed given tokens to rows that continue after a pause (only in live_loop.py)
         evict    rows whose slots are full keep `budget` of them
         finish   sync with the device and collect rows that stopped
 
@@ -40,6 +40,8 @@ from .prefill import Reader
 from .progress import ProgressBar
 from .queue import Prefilled, Row, Waiting, make_queue
 from .sampling import Sampling, sample
+from .sent import sent
+from .sync import Synced, sync
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -71,6 +73,8 @@ class Loop:
         self.fine = torch.ones((), dtype=torch.bool, device=self.device)  # evictions since the last sync
         self.used: list[int] = []  # slots in use at the last sync, of all rows
         self.num_tokens = self.num_steps = 0  # tokens sampled; decode steps run
+        self.synced = 0  # of the steps, those until the last sync
+        self.tells = True  # whether the host looks at tokens before their sequence has ended
         self.num_waits = 0  # steps in which a row was full, summed over rows
 
     def round(self) -> None:
@@ -79,9 +83,9 @@ class Loop:
             raise KeyboardInterrupt
         if self.admit():
             self.finish()  # some sequences end with their first token
-        self.feed()
         if self.running:
             self.decode()
+        self.feed()
         if evictable := self.evictable():
             self.evict(evictable)
             self.finish()
@@ -114,8 +118,11 @@ class Loop:
         """Sample the first tokens of sequences or turns. which: `rows` as a tensor [n]; logits [n, V]"""
         raise NotImplementedError
 
-    def tell(self, count: list[int]) -> None:
-        """Report what was sampled since the last sync. count: tokens sampled, by row"""
+    def before_waiting(self) -> None:
+        """Called when a GPU has been given work and the host is about to wait for it."""
+
+    def tell(self, row: int, sequence: Row, tokens: list[int], logprobs: list[float]) -> None:
+        """Report what a row has sampled since the last sync."""
 
     def end(self, rows: list[int], count: list[int]) -> None:
         """Called with rows that have ended. count: tokens sampled, by row"""
@@ -166,7 +173,7 @@ class Loop:
         columns = [
             (ready.row, row, ready.used, len(ready.waiting.prompt), stream) for ready, _, stream, row in admitted
         ]
-        source, to, used, fed, stream = torch.tensor(columns, device=self.device).T.contiguous()
+        source, to, used, fed, stream = sent(columns, self.device).T.contiguous()
         self.cache.fork(self.scratch, source, to, max(ready.used for ready, *_ in admitted))
         self.state.start(to, used, fed, stream)
         if self.ready_trace is not None:
@@ -234,7 +241,7 @@ class Loop:
         """Evict full rows whose layers use equally many slots."""
         with self.phases("evict"):
             columns = [(i, rows_of[i].fed, len(rows_of[i].waiting.prompt)) for i in full]
-            rows, fed, prompts = torch.tensor(columns, device=self.device).T.contiguous()
+            rows, fed, prompts = sent(columns, self.device).T.contiguous()
             stream = self.state.stream[rows]
             live = self.state.used[rows] == self.capacity  # the other rows ended before they were full
             replies = self.replies([rows_of[i] for i in full]) if self.compressor.uses_given else None
@@ -250,50 +257,35 @@ class Loop:
 
     def finish(self) -> None:
         """Sync with the device once a round, collect finished rows, and near the end move the others together."""
-        done, count = self.sync()
-        self.tell(count)
+        now = self.sync()
         for row, sequence in self.running.items():
-            self.num_tokens += count[row] - sequence.count
-            sequence.count = count[row]
-        self.end([row for row in self.running if done[row]], count)
+            if (new := now.count[row] - sequence.count) > 0 and self.tells:
+                assert new <= len(now.tokens[row])
+                self.tell(row, sequence, now.tokens[row][:new], now.logprobs[row][:new])
+            self.num_tokens += new
+            sequence.count = now.count[row]
+        self.end([row for row in self.running if now.done[row]], now.count)
         self.compact_rows()
 
-    def sync(self) -> tuple[list[int], list[int]]:
-        """(done, tokens sampled) of all rows; raises if a row or an eviction went wrong."""
-        last = (self.state.count - 1).clamp(min=0)[:, None]
-        finite = self.state.logprobs.gather(1, last)[:, 0].isfinite()
-        done, count, finite, fine, self.used = torch.stack(
-            [self.state.done, self.state.count, finite, self.fine.expand(len(finite)), self.state.used]
-        ).tolist()
-        check_fine(all(fine), self.capacity, self.compressor)
+    def sync(self) -> Synced:
+        """Wait for the device, and take in what it did; raises if a row or an eviction went wrong."""
+        first = [self.running[row].count if row in self.running else 0 for row in range(self.engine.rows)]
+        most = 1 + self.num_steps - self.synced if self.tells else 0  # a first token, and one a step
+        now = sync(self.state, self.fine, first, most, self.before_waiting)
+        self.synced, self.used = self.num_steps, now.used
+        check_fine(all(now.fine), self.capacity, self.compressor)
         if self.compressor.folds:
             message = f"a row of {self.capacity} slots is full, though its chunks are folded"
             assert not self.state.live_and_full().any(), message
         for row, sequence in self.running.items():
-            if not finite[row]:
+            if not now.finite[row]:
                 who = f"row {row} (prompt {sequence.waiting.prompt_index}, sample {sequence.sample_index})"
-                step, token = count[row] - 1, len(sequence.waiting.prompt) + count[row] - 1
+                step, token = now.count[row] - 1, len(sequence.waiting.prompt) + now.count[row] - 1
                 raise NonFiniteLogits(
                     f"the logits of {who} are not finite at step {step} (token {token}); "
                     "look for NaN or infinite weights, or use bfloat16 or float32 instead of float16."
                 )
-        return done, count
-
-    def sampled(self, count: list[int]) -> dict[int, tuple[Row, list[int], list[float]]]:
-        """By row: the tokens sampled since the last sync, and their log-probs. count: tokens sampled, by row"""
-        told = {row: sequence for row, sequence in self.running.items() if count[row] > sequence.count}
-        if not told:
-            return {}
-        columns = [(row, sequence.count) for row, sequence in told.items()]
-        rows, first = torch.tensor(columns, device=self.device).T[..., None]  # [N, 1]
-        most = max(count[row] - sequence.count for row, sequence in told.items())
-        place = (first + torch.arange(most, device=self.device)).clamp(max=self.state.tokens.shape[1] - 1)
-        tokens, logprobs = (record[rows, place].tolist() for record in (self.state.tokens, self.state.logprobs))
-        new = [count[row] - sequence.count for row, sequence in told.items()]
-        return {
-            row: (sequence, tokens[i][: new[i]], logprobs[i][: new[i]])
-            for i, (row, sequence) in enumerate(told.items())
-        }
+        return now
 
     def compact_rows(self) -> None:
         """When nothing is left to admit, move high rows into free low ones, so that steps get narrower."""
@@ -306,7 +298,7 @@ class Loop:
         if not high:
             return
         free = free[: len(high)]
-        source, to = torch.tensor([high, free], device=self.device)
+        source, to = sent([high, free], self.device)
         self.cache.fork(self.cache, source, to, max(self.running[row].used for row in high))
         self.state.move(source, to)
         for row, low in zip(high, free, strict=True):
@@ -329,7 +321,7 @@ class GenerateCall(Loop):
         """`wanted`: for every prompt, the numbers of the samples to draw"""
         super().__init__(engine, sampling)
         self.sampling, self.on_tokens, self.stop_ids = sampling, on_tokens, self.decoder.stop_ids
-        self.waiting = make_queue(prompts, wanted, seed)
+        self.waiting, self.tells = make_queue(prompts, wanted, seed), on_tokens is not None
         self.deliver: Callable[[Trajectory], None]
 
     def run(self, deliver: Callable[[Trajectory], None], bar: ProgressBar) -> None:
@@ -357,13 +349,9 @@ class GenerateCall(Loop):
         tokens, logprobs, kept = sample(logits, stream, step, self.sampling, room)
         self.state.record(which, tokens, logprobs, self.stop_ids, torch.ones_like(which, dtype=torch.bool), kept)
 
-    def tell(self, count: list[int]) -> None:
+    def tell(self, row: int, sequence: Row, tokens: list[int], logprobs: list[float]) -> None:
         if self.on_tokens is not None:
-            self.emit_tokens(self.on_tokens, count)
-
-    def emit_tokens(self, on_tokens: OnTokens, count: list[int]) -> None:
-        for sequence, tokens, _ in self.sampled(count).values():
-            on_tokens(sequence.waiting.prompt_index, sequence.sample_index, tokens)
+            self.on_tokens(sequence.waiting.prompt_index, sequence.sample_index, tokens)
 
     def end(self, rows: list[int], count: list[int]) -> None:
         for part in [rows[i : i + _TOGETHER] for i in range(0, len(rows), _TOGETHER)]:

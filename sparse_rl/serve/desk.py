@@ -65,9 +65,11 @@ class Ticket:
     looked: float = 0.0  # when they last said it
     heard: float = 0.0  # when the last event was
 
-    def tell(self, event: Event) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and with it whoever waited
-            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+def _put(told: list[tuple[Ticket, Event]]) -> None:
+    """In the event loop of these tickets"""
+    for ticket, event in told:
+        ticket.events.put_nowait(event)
 
 
 def _alike(tokens: list[int], others: list[int]) -> int:
@@ -111,6 +113,7 @@ class Desk:
         self._stopping = False
         self.paused = False
         self._left = False  # somebody was given up since the last look
+        self._told: list[tuple[Ticket, Event]] = []  # events that were not handed over yet, the oldest first
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._ready: concurrent.futures.Future = concurrent.futures.Future()
 
@@ -287,6 +290,7 @@ class Desk:
         """Wait for something to do. -> False: stop"""
         with self._wake:
             while not self._stopping and not self._jobs and not self._left and (self.paused or self._idle()):
+                self._hand_over()
                 self._wake.wait()
             self._left = False
             return not self._stopping
@@ -297,6 +301,8 @@ class Desk:
     def _do_jobs(self) -> None:
         with self._wake:
             jobs, self._jobs = self._jobs, []
+        if jobs:
+            self._hand_over()  # they may take long
         for job, future in jobs:
             if not future.set_running_or_notify_cancel():
                 continue
@@ -309,7 +315,7 @@ class Desk:
         live = place.live
         assert live is not None
         try:
-            news = live.step(sample=not self.paused)
+            news = live.step(not self.paused, meanwhile=self._hand_over)
         except Exception as error:
             self._fail(name, place, error)
             return
@@ -324,14 +330,13 @@ class Desk:
         conversation, first, now = ticket.conversation, ticket.told, time.monotonic()
         if conversation.status != "stopped" and now - ticket.heard < len(self._tickets) / _NEWS:
             return
-        ticket.heard = now
-        sampled = [i for i in range(first, len(conversation.tokens)) if not conversation.given[i]]
-        tokens, logprobs = [conversation.tokens[i] for i in sampled], [conversation.logprobs[i] for i in sampled]
-        ticket.told = len(conversation.tokens)
+        first += sum(conversation.given[first:])  # what was given lies before what was sampled
+        tokens, logprobs = conversation.tokens[first:], conversation.logprobs[first:]
+        ticket.heard, ticket.told = now, len(conversation.tokens)
         self.counts.generated_tokens += len(tokens)
         version = live.engine.version
         if conversation.status != "stopped":
-            ticket.tell(Event(tokens, logprobs, version=version, seen=self._look(live, ticket)))
+            self._told.append((ticket, Event(tokens, logprobs, version=version, seen=self._look(live, ticket))))
             return
         reason = conversation.finish_reason or "stop"
         trajectory = live.trajectory(conversation) if ticket.keep else live.release(conversation)
@@ -341,7 +346,22 @@ class Desk:
             if ticket.keep:
                 self.counts.turns[conversation.way] = self.counts.turns.get(conversation.way, 0) + 1
         seen = seen_at_end(trajectory) if ticket.watch and trajectory.beacon_id is None else None
-        ticket.tell(Event(tokens, logprobs, reason, conversation.matched, trajectory, trajectory.version, seen))
+        event = Event(tokens, logprobs, reason, conversation.matched, trajectory, trajectory.version, seen)
+        self._told.append((ticket, event))
+
+    def _hand_over(self) -> None:
+        """Hand events over to the event loops of their tickets, in one call for each loop.
+
+        A call wakes the loop's thread, which then needs the interpreter for what it does with the events. So it is made
+        while this thread waits: for a GPU that works on a round, or for something to do.
+        """
+        told, self._told = self._told, []
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Event]]] = {}
+        for ticket, event in told:
+            by_loop.setdefault(ticket.loop, []).append((ticket, event))
+        for loop, events in by_loop.items():
+            with suppress(RuntimeError):  # the loop has ended, and with it whoever waited
+                loop.call_soon_threadsafe(_put, events)
 
     def _look(self, live: LiveEngine, ticket: Ticket) -> Seen | None:
         """What the answer still sees, for somebody who watches, a few times a second."""
@@ -360,8 +380,8 @@ class Desk:
             lost = [key for key in self._tickets if key[0] == name]
             tickets = [self._tickets.pop(key) for key in lost]
             self.counts.failed += len(tickets)
-        for ticket in tickets:
-            ticket.tell(Event([], [], error=Refusal(500, message, "server_error")))
+        self._told += [(ticket, Event([], [], error=Refusal(500, message, "server_error"))) for ticket in tickets]
+        self._hand_over()
         place.live = place.open(place.engine)
 
     def _close(self) -> None:
@@ -372,8 +392,8 @@ class Desk:
         gone = Refusal(503, "the server has stopped.", "server_error")
         for _, future in jobs:
             future.set_exception(gone)
-        for ticket in tickets:
-            ticket.tell(Event([], [], error=gone))
+        self._told += [(ticket, Event([], [], error=gone)) for ticket in tickets]
+        self._hand_over()
         for place in self.places.values():
             if place.live is not None:
                 place.live.close()
