@@ -11,8 +11,8 @@ from torch import Tensor
 def upload(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The parts, all int64, on the device.
 
-    A copy from ordinary host memory waits until the device has done all that it was asked for; one from pinned memory
-    does not.
+    `torch.tensor(values, device=device)` would wait until a GPU has worked off what is queued. A copy from pinned
+    memory joins the queue, however large it is.
     """
     if device.type == "cpu":
         return list(parts)
