@@ -23,11 +23,7 @@ def sent(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None 
 
 
 def sent_together(parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The parts, all int64, on the device.
-
-    A copy from ordinary host memory waits until the device has done all that it was asked for; one from pinned memory
-    does not.
-    """
+    """The parts, all int64, on the device, in one copy from pinned memory, which waits for nothing however large."""
     if device.type == "cpu":
         return list(parts)
     together = torch.cat([part.flatten() for part in parts])
