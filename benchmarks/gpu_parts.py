@@ -188,6 +188,8 @@ ROLLOUT, TINY_ROLLOUT = "rollout_gpu.py --only ", "rollout_gpu.py --tiny --only 
 SPEED = (
     Part("conversations", "conversations_gpu.py --out {out}", "conversations_gpu.py --out {out} --tiny", 5,
          "25: conversations beside single turns"),
+    Part("reading", "reading_gpu.py --out {out}", "reading_gpu.py --out {out} --tiny", 2,
+         "25: prompts and given tokens by modules and by fused layers, 32 and more rows at a time"),
     Part("serve", "serve_gpu.py --out {out} --columns rollout,serve", "serve_gpu.py --out {out} --tiny "
          "--columns rollout,serve", 5, "26: 256 streams beside bench rollout"),
     Part("serve-vllm", "serve_gpu.py --out {out} --columns rollout,serve,vllm {peers}", "serve_gpu.py --out {out} "

@@ -1,7 +1,7 @@
 """What a micro-batch costs the learner, by the way its layers and head are computed:
 
     modules     Hugging Face's, and the head by chunks in plain torch
-    fused       norms, rotations, gates and head by our kernels (learn/fused.py, learn/head.py): what the learner does
+    fused       norms, rotations, gates and head by our kernels, as the learner does (kernels/modules.py, learn/head.py)
     compiled    torch.compile of every decoder layer; the head as in `modules`
     compiled+   the same with our head
 
@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparse_rl.attention import Replay, register
 from sparse_rl.kernels import ops
-from sparse_rl.learn.fused import fused
+from sparse_rl.kernels.modules import fused
 from sparse_rl.learn.optimizer import MasterAdamW, OptimizerSettings
 from sparse_rl.learn.score import batch_logprobs, decoder_layers, hidden_states, score_of
 from sparse_rl.learn.selective import keeping_products

@@ -27,8 +27,8 @@ from sparse_rl.cache import Trace
 from sparse_rl.cache.trace import trace_dtype
 from sparse_rl.config import Recipe, make_recipe
 from sparse_rl.distributed.world import World
+from sparse_rl.kernels.modules import fused
 from sparse_rl.learn.batch import Sampled, Scored, apply_correction, collate, make_batches, seen_by
-from sparse_rl.learn.fused import fused
 from sparse_rl.learn.long import long_rows
 from sparse_rl.learn.packing import packs
 from sparse_rl.learn.score import hidden_states, score_of

@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "evaluation": "chat compressors learn models planning records rollout tasks",
     "integrations": "cache compressors config learn models records rollout serve",
     "report": "cache config planning",
-    "train": "attention beacon cache chat compressors config learn models planning pool records rollout tasks",
+    "train": "attention beacon cache chat compressors config kernels learn models planning pool records rollout tasks",
     "scale": "compressors config learn models pool rollout train",
     "serve": "beacon cache chat learn models records rollout tasks",
 }

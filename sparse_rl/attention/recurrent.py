@@ -66,14 +66,15 @@ class _LayerStates(LinearAttentionLayer):
         self.number_of_states, self.record_past = 1, False
         self.has_previous_state = {0: not feed.first}
         self.is_conv_states_initialized = self.is_recurrent_states_initialized = {0: True}
-        self.own: list[Tensor] = []  # of the rows
+        self.own: list[Tensor] = []  # of all rows
         self.given: list[Tensor | None] = [None, None]  # what the layer works on
+        self.rows = feed.read_rows
         if state is not None:
-            rows, states = feed.slot.shape[0], feed.cache.states
+            states = feed.cache.states
             assert states is not None
             self.conv_kernel_size = {0: state.conv[1]}
             both = (states.conv[state.layer], states.recurrent.get(state.layer))
-            self.own = [tensor[:rows] for tensor in both if tensor is not None]
+            self.own = [tensor for tensor in both if tensor is not None]
 
     @property
     def conv_states(self) -> dict[int, Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -88,7 +89,7 @@ class _LayerStates(LinearAttentionLayer):
         self.asked = True
         given = self.given[which]
         if given is None:
-            own = self.own[which]
+            own = self.own[which][self.rows]  # a copy, unless the rows are a slice
             if self.padding:
                 given = torch.cat([own, own[:1].expand(self.padding, *own.shape[1:])])
             else:
@@ -97,13 +98,14 @@ class _LayerStates(LinearAttentionLayer):
         return given
 
     def write_back(self) -> None:
+        in_place = not self.padding and self.live is None and isinstance(self.rows, slice)
         for own, given in zip(self.own, self.given):
-            if given is None or given is own:
+            if given is None or in_place:
                 continue
-            given = given[: len(own)]
+            given = given[: self.cache.rows]
             if self.live is not None:
-                given = torch.where(self.live.view(-1, *[1] * (own.dim() - 1)), given, own)
-            own.copy_(given)
+                given = torch.where(self.live.view(-1, *[1] * (own.dim() - 1)), given, own[self.rows])
+            own[self.rows] = given
         self.given = [None, None]
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size=None, **kwargs) -> Tensor:

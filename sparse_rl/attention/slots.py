@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 from ..cache import LayerSlots, SlotCache
 from ..cache.formats import Ties
-from ..cache.slots import place_in
+from ..cache.places import Places, Recent, place_in
 from ..cache.states import slot_layers
 from ..cache.ties import KnownTies
 from ..errors import SparseRLError
 from ..kernels import ops, twins
-from ..kernels.twins import attend, attend_with_probs, group_mask
+from ..kernels.twins import attend, attend_under, attend_with_probs, group_mask
 from .alibi import Alibi
 from .given import given
 from .latent import absorbed, expanded
@@ -29,7 +29,7 @@ from .latent import absorbed, expanded
 
 @dataclass
 class Feed:
-    """The tokens that one forward pass feeds to the first B rows of a cache."""
+    """The tokens that one forward pass feeds to B rows of a cache."""
 
     cache: SlotCache
     slot: Tensor  # [B, T] where each token goes in its row, in the smallest layer
@@ -39,40 +39,93 @@ class Feed:
     ends: Tensor | None = None  # [B] where each prompt ends; tokens from there on are padding. None: all are real
     position: Tensor | None = None  # [B, T] for RoPE, where it is not the feed index
     live: Tensor | None = None  # [B] bool, while decoding: which rows are fed; others stay unchanged. None: all are fed
+    rows: Tensor | None = None  # [B] the rows that are fed; None: the first B
+    stored: Tensor | None = None  # [M] of the B * T tokens, those that are stored; None: all, padding too
     known: KnownTies | None = None  # of tokens that were fed before, on slots of 8 bits; None: they are noted
     layers_seen: set[int] = field(default_factory=set)
     # By the number of a layer: the latents and rotated keys of the tokens, of a model that keeps those (latent.py).
     latents: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     shared_keys: dict[int, Tensor] = field(default_factory=dict)  # by slots, where layers share them
-    places: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by the slots that a layer has more
+    # What layers have in common, by the slots that they have more.
+    slots: dict[int, Tensor] = field(default_factory=dict)
+    places: dict[int, Places] = field(default_factory=dict)
+    visible: dict[int, Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # and by query heads of a KV head
 
     def __post_init__(self):
         if self.live is None:
-            self.cache.place(self.slot, self.index)
+            self.cache.place(self.index, self._places)
         if self.first and self.cache.ties is not None:
             self.cache.ties.begin(self.slot.shape[0])
 
+    @property
+    def read_rows(self) -> slice | Tensor:
+        return slice(self.slot.shape[0]) if self.rows is None else self.rows
+
+    @cached_property
+    def row_numbers(self) -> Tensor:
+        """[B, 1]"""
+        rows = torch.arange(self.slot.shape[0], device=self.slot.device) if self.rows is None else self.rows
+        return rows[:, None]
+
     def slot_of(self, layer: int) -> Tensor:
         """Where each token goes in a layer. [B, T]"""
-        return self._places(self.cache.shape.extra_of(layer))[0]
+        return self._slot(self.cache.shape.extra_of(layer))
+
+    def _slot(self, extra: int) -> Tensor:
+        if extra not in self.slots:
+            self.slots[extra] = place_in(extra, self.slot, self.index)
+        return self.slots[extra]
+
+    def places_in(self, layer: int) -> Places:
+        """Where tokens are stored in a layer."""
+        return self._places(self.cache.shape.extra_of(layer))
+
+    def _places(self, extra: int) -> Places:
+        if extra not in self.places:
+            self.places[extra] = Places.of(self.row_numbers, self._slot(extra), self.stored)
+        return self.places[extra]
 
     def visible_to(self, layer: int) -> Tensor:
         """[B, 1, T, S], S slots to read in the layer"""
-        return self._places(self.cache.shape.extra_of(layer))[1]
-
-    def _places(self, extra: int) -> tuple[Tensor, Tensor]:
-        """`slot` and `visible` of layers with so many more slots."""
-        if extra not in self.places:
-            slot, span = place_in(extra, self.slot, self.index), self.span
+        extra, span = self.cache.shape.extra_of(layer), self.span
+        if extra not in self.visible:
             if extra:
                 span = next(min(span + extra, s.capacity) for s in self.cache.stored if s.extra == extra)
-            visible = torch.arange(span, device=slot.device) <= slot[:, None, :, None]
-            self.places[extra] = slot, visible
-        return self.places[extra]
+            self.visible[extra] = torch.arange(span, device=self.slot.device) <= self._slot(extra)[:, None, :, None]
+        return self.visible[extra]
+
+    def mask_of(self, layer: int, groups: int, dtype: torch.dtype) -> Tensor:
+        """`visible_to`, for so many query heads of a KV head as more queries. [B, 1, G * T, S]
+
+        Where kernels want to add it to the logits, it is made a sum here, once, and not by every layer.
+        """
+        known = self.cache.shape.extra_of(layer), groups
+        if known not in self.masks:
+            mask = self.visible_to(layer)
+            if self.live is None and ops.rules(mask.device).adds_masks:
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+            self.masks[known] = group_mask(mask, groups)
+        return self.masks[known]
+
+    @cached_property
+    def recent(self) -> Recent:
+        """The queries that are recorded."""
+        return Recent.of(self.row_numbers, self.index, self.cache.shape.num_queries, self.ends)
 
     def known_of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Ties, Ties] | None:
         """Known ties of a layer's keys and values. [B, H, T, D]"""
         return None if self.known is None else self.known.of_layer(layer, key, value)
+
+    @cached_property
+    def window_index(self) -> Tensor:
+        """From where windows reach back. [B, T]
+
+        Padding that is not stored reaches back from the last real token, because a token that sees nothing is NaN.
+        """
+        if self.stored is None or self.ends is None:
+            return self.index
+        return torch.minimum(self.index, self.ends[:, None] - 1)
 
     @cached_property
     def real(self) -> Tensor | None:
@@ -155,8 +208,9 @@ def feed_and_attend(
     if stored:
         key, value = (key, value) if feed.live is not None else cache.as_stored(layer, key, value, known)
     elif feed.live is None:
-        key, value = cache.append(layer, feed.slot_of(layer), key, value, known)
-        cache.record_queries(layer, feed.index, query, feed.ends)
+        key, value = cache.append(layer, feed.places_in(layer), key, value, known)
+        if cache.shape.num_queries:
+            cache.record_queries(layer, feed.recent, query)
     else:
         width = cache.shape.of_layer(layer).value_dim  # latents are stored as keys alone
         twins.store(*_one_token(cache, layer, query, key, value[..., :width], feed, feed.live))
@@ -188,24 +242,27 @@ def _attend_to_slots(
     alibi: Alibi | None,
 ) -> Tensor:
     """Attend to what the rows hold; note how much attention each slot received, if the compressor asked for it."""
-    rows, visible = query.shape[0], feed.visible_to(layer)
+    rows, visible = feed.read_rows, feed.visible_to(layer)
     span = visible.shape[-1]
-    keys, values = cache.read(slice(layer, layer + 1), slice(rows), span)
+    keys, values = cache.read(slice(layer, layer + 1), rows, span)
     assert values is not None
     keys, values = keys[0], values[0]  # [B, H, S, D]
-    fed = cache.layer(layer).feed[:rows, :, None, :span]  # [B, H, 1, S]
-    if sliding_window is not None:
-        distance = feed.index[:, None, :, None] - fed  # [B, H, T, S]
-        visible = visible & (distance < sliding_window)
+    if not cache.shape.mass and sliding_window is None and softcap is None and sinks is None and alibi is None:
+        mask = feed.mask_of(layer, query.shape[1] // keys.shape[1], query.dtype)
+        return attend_under(mask, query, keys, values, scaling)
     bias = None
-    if alibi is not None:
-        bias = alibi.bias(feed.index[:, None, :, None], fed, query.dtype)
+    if sliding_window is not None or alibi is not None:
+        fed, index = cache.layer(layer).feed[rows, :, None, :span], feed.window_index[:, None, :, None]  # [B, H, 1, S]
+        if sliding_window is not None:
+            visible = visible & (index - fed < sliding_window)  # [B, H, T, S]
+        if alibi is not None:
+            bias = alibi.bias(index, fed, query.dtype)
     if not cache.shape.mass:
         return attend(query, keys, values, visible, scaling, softcap, sinks=sinks, bias=bias)
     out, probs = attend_with_probs(query, keys, values, visible, scaling, softcap, sinks=sinks, bias=bias)
     counted = feed.counted
     received = probs if counted is None else probs * group_mask(counted, query.shape[1] // keys.shape[1])
-    cache.layer_mass(layer)[:rows, :, :span] += received.sum(2)
+    cache.layer_mass(layer)[rows, :, :span] += received.sum(2)
     return out
 
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from .formats import CODES, Ties, as_stored, dequantize, quantize
+from .places import Places, Recent
 from .shape import CacheShape
 from .states import RowStates
 from .ties import TieLog
@@ -114,11 +115,6 @@ class Stored:
         return min(fed, used + self.extra) if self.extra else used
 
 
-def place_in(extra: int, slot: Tensor, index: Tensor) -> Tensor:
-    """Where tokens go in a layer with so many more slots. slot: in the smallest layer; index: feed indices"""
-    return torch.minimum(index, slot + extra) if extra else slot
-
-
 class SlotCache:
     """`rows` rows of `capacity` slots. L layers, R rows, H KV heads, C capacity, D head dim, W recorded queries."""
 
@@ -137,6 +133,7 @@ class SlotCache:
         self.states = RowStates(shape.states, rows, shape.dtype, device) if shape.states else None
         notes = shape.slots is not None and shape.dtype == torch.float32 and self.device.type == "cpu"
         self.ties = TieLog([[] for _ in range(rows)]) if notes else None
+        self._layers: dict[int, LayerSlots] = {}  # views, made once
         # What the attention notes about each layer while it runs, so that slots are scored as the model would.
         self.scaling: list[float | None] = [None] * shape.layers
         self.softcap: list[float | None] = [None] * shape.layers
@@ -201,6 +198,7 @@ class SlotCache:
         part.stored = [stored.part(rows) for stored in self.stored]
         part.states = None if self.states is None else self.states.part(rows)
         part.ties = None if self.ties is None else self.ties.part(rows)
+        part._layers = {}
         return part
 
     def stored_by(self, layers: slice) -> Stored:
@@ -232,10 +230,12 @@ class SlotCache:
         return keys, values
 
     def layer(self, layer: int) -> LayerSlots:
-        stored = self._holding(slice(layer, layer + 1))
-        i = layer - stored.layers.start
-        ring, exponents = (None if t is None else t[i] for t in (stored.queries, stored.exponents))
-        return LayerSlots(stored.keys[i], stored.values[i], stored.feed[i], ring, exponents)
+        if layer not in self._layers:
+            stored = self._holding(slice(layer, layer + 1))
+            i = layer - stored.layers.start
+            ring, exponents = (None if t is None else t[i] for t in (stored.queries, stored.exponents))
+            self._layers[layer] = LayerSlots(stored.keys[i], stored.values[i], stored.feed[i], ring, exponents)
+        return self._layers[layer]
 
     def layer_mass(self, layer: int) -> Tensor:
         """Attention that the slots of a layer received. [R, H, C]"""
@@ -243,34 +243,35 @@ class SlotCache:
         assert stored.mass is not None
         return stored.mass[layer - stored.layers.start]
 
-    def place(self, slot: Tensor, index: Tensor) -> None:
-        """Open slots for the tokens about to be fed to the first B rows. slot: in the smallest layer; index [B, T]"""
-        rows = torch.arange(slot.shape[0], device=slot.device)[:, None]
+    def place(self, index: Tensor, places: Callable[[int], Places]) -> None:
+        """Open slots for the tokens about to be fed. index [B, T]; places: those in layers with so many more slots"""
         for stored in self.stored:
-            here = place_in(stored.extra, slot, index)
-            stored.feed[:, rows, :, here] = index.to(torch.int32)[:, :, None, None]  # indexed shape [B, T, l, H]
+            here = places(stored.extra)
+            index_here = here.choose(index).to(torch.int32)
+            stored.feed[:, here.rows, :, here.slots] = index_here[..., None, None]  # indexed shape [B, T, l, H]
             if stored.mass is not None:
-                stored.mass[:, rows, :, here] = 0.0
+                stored.mass[:, here.rows, :, here.slots] = 0.0
 
     def append(
-        self, layer: int, slot: Tensor, key: Tensor, value: Tensor, ties: tuple[Ties, Ties] | None = None
+        self, layer: int, places: Places, key: Tensor, value: Tensor, ties: tuple[Ties, Ties] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Store the tokens being fed to the first B rows. -> key and value as they are read
+        """Store the tokens being fed, at their places in this layer. -> key and value as they are read
 
-        slot [B, T], of this layer; key, value [B, H, T, D]; ties: known ones of both
+        key, value [B, H, T, D]; ties: known ones of both
         """
-        rows, slots = torch.arange(slot.shape[0], device=slot.device)[:, None], self.layer(layer)
+        rows, slot, slots = places.rows, places.slots, self.layer(layer)
         if slots.exponents is not None and (kind := self.shape.kind_of(layer)) is not None:
             of_keys, of_values = ties or (None, None)
             keys, key_exponents = quantize(key, kind, of_keys)
             values, value_exponents = quantize(value, kind, of_values)
-            slots.exponents[rows, :, slot] = torch.stack([key_exponents, value_exponents], -1).transpose(1, 2)
+            exponents = torch.stack([key_exponents, value_exponents], -1)
+            slots.exponents[rows, :, slot] = places.choose(exponents.transpose(1, 2))
             read = dequantize(keys, key_exponents, key.dtype), dequantize(values, value_exponents, value.dtype)
         else:
             keys, values = read = key, value
-        slots.keys[rows, :, slot] = keys.transpose(1, 2)
+        slots.keys[rows, :, slot] = places.choose(keys.transpose(1, 2))
         if not self.shape.latent:
-            slots.values[rows, :, slot] = values.transpose(1, 2)
+            slots.values[rows, :, slot] = places.choose(values.transpose(1, 2))
         return read
 
     def as_stored(
@@ -290,26 +291,15 @@ class SlotCache:
         rows = torch.arange(slot.shape[0], device=slot.device)
         self.layer_mass(layer)[rows, :, slot] *= ~live[:, None]
 
-    def record_queries(self, layer: int, index: Tensor, query: Tensor, ends: Tensor | None = None) -> None:
-        """Remember the last W queries for scoring.
-
-        index [B, T], consecutive; query [B, Hq, T, D]; ends [B]: where each prompt ends, None where nothing is padding
-        """
-        if (ring := self.layer(layer).ring) is None:
+    def record_queries(self, layer: int, recent: Recent, query: Tensor) -> None:
+        """Remember the last queries for scoring. query [B, Hq, T, D]"""
+        ring, (rows, place, token, real) = self.layer(layer).ring, recent
+        assert ring is not None
+        if token is None:
+            ring[rows, :, place] = query[:, :, -place.shape[1] :].transpose(1, 2)
             return
-        last = min(self.shape.num_queries, index.shape[1])
-        rows = torch.arange(index.shape[0], device=index.device)[:, None]
-        if ends is None:
-            place = index[:, -last:] % self.shape.num_queries
-            ring[rows, :, place] = query[:, :, -last:].transpose(1, 2)
-            return
-        first, stop = index[:, :1], torch.minimum(index[:, -1] + 1, ends)[:, None]
-        here = stop - last + torch.arange(last, device=index.device)  # [B, W'] feed indices
-        real = here >= first  # a row whose prompt ended in an earlier chunk has no queries here
-        new = query.transpose(1, 2)[rows, (here - first).clamp(min=0)]  # [B, W', Hq, D]
-        place = here % self.shape.num_queries
-        old = ring[rows, :, place]
-        ring[rows, :, place] = torch.where(real[:, :, None, None], new, old)
+        new = query.transpose(1, 2)[token]  # [B, W', Hq, D]
+        ring[rows, :, place] = new if real is None else torch.where(real, new, ring[rows, :, place])
 
     def recent_queries(self, layers: slice, rows: Tensor, fed: Tensor, count: int) -> Tensor | None:
         """The last `count` queries of some rows and layers, which are alike, oldest first. -> [l, N, Hq, count, D]

@@ -1,5 +1,4 @@
-"""Triton kernels of the learner's layers, forward and backward: norm with residual, gate, rotation (see
-twins_learner.py).
+"""Triton kernels of known layers, forward and backward: norm with residual, gate, rotation (see twins_learner.py).
 
 Results are rounded where the Hugging Face modules round, so in bf16 they differ only by the order of sums. Gradients
 are computed in fp32 and rounded once. Backward passes read inputs, never results, and overwrite nothing, so backward
@@ -80,18 +79,23 @@ def _norm_tile(size: int) -> dict[str, int]:
     return dict(ROWS=rows, BLOCK=block, num_warps=4 if block <= 2048 else 8 if block <= 8192 else 16)
 
 
+def _add_and_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    size = residual.shape[-1]
+    rows, tile = residual.numel() // size, _norm_tile(size)
+    normed = torch.empty_like(residual)
+    total = residual if new is None else torch.empty_like(residual)
+    if rows:
+        _add_norm_forward[(triton.cdiv(rows, tile["ROWS"]),)](
+            residual if new is None else new, residual, weight, total, normed, rows, size, eps,
+            ADD=new is not None, **tile,
+        )  # fmt: skip
+    return total, normed
+
+
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, new: Tensor | None, residual: Tensor, weight: Tensor, eps: float):
-        size = residual.shape[-1]
-        rows, tile = residual.numel() // size, _norm_tile(size)
-        normed = torch.empty_like(residual)
-        total = residual if new is None else torch.empty_like(residual)
-        if rows:
-            _add_norm_forward[(triton.cdiv(rows, tile["ROWS"]),)](
-                residual if new is None else new, residual, weight, total, normed, rows, size, eps,
-                ADD=new is not None, **tile,
-            )  # fmt: skip
+        total, normed = _add_and_norm(new, residual, weight, eps)
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.adds = eps, new is not None
         ctx.set_materialize_grads(False)
@@ -119,7 +123,8 @@ class _AddNorm(torch.autograd.Function):
 
 
 def add_and_norm(new: Tensor | None, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return _AddNorm.apply(None if new is None else new.contiguous(), residual.contiguous(), weight, eps)
+    compute = _AddNorm.apply if torch.is_grad_enabled() else _add_and_norm
+    return compute(None if new is None else new.contiguous(), residual.contiguous(), weight, eps)
 
 
 # --------------------------------------------------------------------------------------------------------------- gate
@@ -150,14 +155,18 @@ def _gate_backward(gate, up, upstream, to_gate, to_up, count, BLOCK: tl.constexp
     tl.store(to_gate + i, (d * u * share * (1.0 + wide * (1.0 - share))).to(g.dtype), mask=i < count)
 
 
+def _gated(gate: Tensor, up: Tensor) -> Tensor:
+    out, count = torch.empty_like(gate), gate.numel()
+    if count:
+        _gate_forward[(triton.cdiv(count, _GATE["BLOCK"]),)](gate, up, out, count, **_GATE)
+    return out
+
+
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
-        out, count = torch.empty_like(gate), gate.numel()
-        if count:
-            _gate_forward[(triton.cdiv(count, _GATE["BLOCK"]),)](gate, up, out, count, **_GATE)
         ctx.save_for_backward(gate, up)
-        return out
+        return _gated(gate, up)
 
     @staticmethod
     @once_differentiable
@@ -171,7 +180,8 @@ class _Gate(torch.autograd.Function):
 
 
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
-    return _Gate.apply(gate.contiguous(), up.contiguous())
+    compute = _Gate.apply if torch.is_grad_enabled() else _gated
+    return compute(gate.contiguous(), up.contiguous())
 
 
 # ----------------------------------------------------------------------------------------------------------- rotation
@@ -260,4 +270,5 @@ class _Rotation(torch.autograd.Function):
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return _Rotation.apply(query, key, cos.contiguous(), sin.contiguous())
+    cos, sin = cos.contiguous(), sin.contiguous()
+    return _Rotation.apply(query, key, cos, sin) if torch.is_grad_enabled() else _rotated(query, key, cos, sin, False)

@@ -306,7 +306,11 @@ class Rules:
     defers_checks: bool  # a compressor's slots are checked at the next sync, not at once
     poll: tuple[int, int]  # the least and the most decode steps between two syncs
     row_multiple: int  # decode batches are padded to multiples of it, so that rounding does not depend on their size
-    fuses_learning: bool  # norms, rotations, gates and heads that are known are computed by kernels (learn/fused.py)
+    fuses_learning: bool  # norms, rotations, gates (modules.py) and heads that are known are computed by kernels
+    adds_masks: bool  # masks of several queries are made what is added to logits, once for all layers
+    slot_multiple: int  # several queries read a multiple of so many slots, so that kernels need not copy their masks
+    feeds_together: bool  # given tokens are fed to several rows at a time
+    fuses_prompts: bool  # norms, rotations and gates likewise, where rollouts read prompts and given tokens
 
 
 _CPU = Rules(
@@ -320,6 +324,10 @@ _CPU = Rules(
     poll=(1, 1),
     row_multiple=4,
     fuses_learning=False,
+    adds_masks=False,
+    slot_multiple=1,
+    feeds_together=False,
+    fuses_prompts=False,
 )
 RULES = {
     "cpu": _CPU,
@@ -334,6 +342,10 @@ RULES = {
         poll=(8, 16),
         row_multiple=1,
         fuses_learning=True,
+        adds_masks=True,
+        slot_multiple=16,
+        feeds_together=True,
+        fuses_prompts=True,
     ),
 }
 

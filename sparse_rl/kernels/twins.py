@@ -302,10 +302,17 @@ def attend(
     mask = group_mask(seen, query.shape[1] // heads)
     if bias is not None:
         mask = group_heads(bias, heads).masked_fill(~mask, -torch.inf)
+    return attend_under(mask, query, key, value, scaling, dropout)
+
+
+def attend_under(
+    mask: Tensor, query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0
+) -> Tensor:
+    """`attend` under a mask that is grouped like the queries: bool, or added to the logits. [B, 1 or H, G * T, S]"""
     out = F.scaled_dot_product_attention(
-        group_heads(query, heads), key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+        group_heads(query, key.shape[1]), key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
     )
-    return ungroup_heads(out, tokens)
+    return ungroup_heads(out, query.shape[2])
 
 
 def attend_with_probs(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..attention import Replay
 from ..cache import Support, Trace
+from ..kernels.modules import fused
 from ..models import evaluating
 from ..models.routing import Routing
 from ..records import Trajectory
@@ -29,7 +30,6 @@ from .check_replay import check_replay
 from .correct import Corrected, Correction, accept, correct_rows, normalise_weights
 from .dpo import Pairs
 from .find_support import needs_search, score_and_find
-from .fused import fused
 from .long import long_rows
 from .loss import Loss, token_scale
 from .packing import micro_batches_of, packed_replay

@@ -22,11 +22,11 @@ from ..attention import Replay
 from ..beacon import choice_parameters
 from ..distributed.world import World
 from ..errors import SparseRLError
+from ..kernels.modules import fused
 from ..models import evaluating
 from .batch import Batch, check_replay, seen_by
 from .critic import Critic
 from .distill import DISTILL_WEIGHT, distillation
-from .fused import fused
 from .long import long_rows
 from .objective import Objective
 from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped

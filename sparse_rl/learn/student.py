@@ -34,12 +34,12 @@ from ..beacon import (
 )
 from ..distributed.world import World
 from ..errors import SparseRLError, require_int
+from ..kernels.modules import fused
 from ..keys import key
 from ..models import evaluating, with_lora
 from ..streams import stream_key
 from .batch import Sampled
 from .distill import divergence
-from .fused import fused
 from .learner import learning
 from .optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from .packing import pack

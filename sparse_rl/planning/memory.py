@@ -67,6 +67,9 @@ class Plan:
     read_slot_bytes: int  # a layer's slot in the model's dtype, where its codes are read into a copy; else 0
     first_row_bytes: int  # estimate: sampling a first token in torch, for at most 64 rows at a time
     slots: str  # how keys and values are stored, in words; "model": in its dtype
+    most_fed_rows: int = 0  # rows of an open engine that are fed together, if there are as many
+    fed_row_bytes: int = 0  # estimate: what attention makes for one of them
+    most_fed_bytes: int = 0  # estimate: and for all, if one does not take more
 
     @property
     def cache_bytes(self) -> int:
@@ -103,11 +106,21 @@ class Plan:
         more = max(self.extra, default=0)  # slots of the largest layer
         a_prompt = self.prompt_logits_bytes + (self.scratch_capacity + more) * self.read_slot_bytes
         prefill = tokens * (self.prefill_token_bytes + self.attention_token_bytes) + self.prefill_rows * a_prompt
+        if self.most_fed_rows:
+            prefill = max(prefill, self._feed_bytes)
         largest = self.capacity + more
         together = min(3 * self.rows * largest * self.kv_bytes_per_token, self.eviction_bytes)
         a_row = self.sampling_row_bytes + largest * self.eviction_slot_bytes
         first = min(self.rows, 64) * self.first_row_bytes
         return prefill + first + self.scoring_bytes + together + self.rows * a_row
+
+    @property
+    def _feed_bytes(self) -> int:
+        """Of feeding tokens to rows."""
+        rows = min(self.rows, self.most_fed_rows)
+        tokens = min(self.prefill_chunk, rows * self.capacity)
+        attention = min(rows * self.fed_row_bytes, max(self.fed_row_bytes, self.most_fed_bytes))
+        return tokens * self.prefill_token_bytes + rows * self.prompt_logits_bytes + attention
 
     @property
     def total_bytes(self) -> int:
@@ -314,6 +327,28 @@ def default_prefill_chunk(on_gpu: bool) -> int:
 def default_prefill_rows(chunk: int, prompt_tokens: int, on_gpu: bool) -> int:
     """Prompts prefilled together at most; on a CPU one, so that rounding does not depend on the other prompts."""
     return max(1, chunk // prompt_tokens) if on_gpu else 1
+
+
+def default_fed_rows(rows: int, together: bool) -> int:
+    """Rows to which given tokens are fed together at most; on a CPU one, as for prompts."""
+    return rows if together else 1
+
+
+def most_fed(shape: CacheShape, capacity: int, longest: int, together: int, device: torch.device) -> int:
+    """Rows to which chunks of up to `longest` tokens are fed together at most: `together` tokens, and what attention
+    makes for them fits into the memory for copies.
+    """
+    a_row = fed_row_bytes(shape, capacity, longest)
+    return max(1, min(together // longest, chunk_bytes(device) // a_row))
+
+
+def fed_row_bytes(shape: CacheShape, capacity: int, tokens: int) -> int:
+    """Estimate: what attention makes for a row that so many tokens are fed to: a copy of a layer's slots, and masks or
+    weights.
+    """
+    slots = capacity + max(shape.extra, default=0)
+    weights = shape.query_heads * (8 if shape.mass else 1 + shape.dtype.itemsize)
+    return slots * (max(map(shape.layer_kv_bytes, range(shape.layers))) + tokens * weights)
 
 
 def cache_shape(shape: ModelShape, compressor: Compressor) -> CacheShape:

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from ..beacon import BeaconEmbedding
 from ..cache import SlotCache
-from ..cache.slots import place_in
+from ..cache.places import place_in
 from ..kernels import ops
 from ..models.logits import Float32Head
 from ..models.routing import records_routes

@@ -68,7 +68,8 @@ class LiveLoop(Loop):
         self.matched: list[int] = []  # rows in which a stop string was found
         self.beginning: list[Conversation] = []  # those that go on, whose rows do not have the turn's settings yet
         self.meanwhile: Callable[[], None] = lambda: None  # what the host does while a GPU works
-        self.feeder = Feeder(self.model, self.cache, self.scratch, engine.prefill_chunk, engine.recorder)
+        together, most = engine.prefill_chunk, engine.storage.fed_rows
+        self.feeder = Feeder(self.model, self.cache, self.scratch, together, most, engine.recorder, self.known)
         self.state.begin(max_tokens, self.capacity)
 
     @property
@@ -239,26 +240,27 @@ class LiveLoop(Loop):
                 self.feed_chunks(group)
 
     def feed_chunks(self, chunks: list[Chunk]) -> None:
-        logits, routes = self.feeder.feed(chunks)
+        fed = self.feeder.feed(chunks)
         ended = []
         for i, chunk in enumerate(chunks):
             sequence = self.feeding[chunk.row]
             conversation = self.of(sequence)
             sequence.used, sequence.fed = chunk.used + len(chunk.tokens), chunk.fed + len(chunk.tokens)
             conversation.ahead = conversation.ahead[len(chunk.tokens) :]
-            if routes is not None:
-                conversation.routes.append(routes[i].cpu())
+            if fed.routes is not None:
+                conversation.routes.append(fed.routes[i].cpu())
             conversation.routed = conversation.count  # the token that was sampled last was fed first
             if not conversation.ahead:
                 ended.append(i)
                 self.running[chunk.row] = self.feeding.pop(chunk.row)
-        columns = [(chunk.row, chunk.used + len(chunk.tokens), chunk.fed + len(chunk.tokens) - 1) for chunk in chunks]
-        rows, used, index = sent(columns, self.device).T.contiguous()
-        self.state.used[rows], self.state.index[rows] = used, index
+        self.state.used[fed.rows], self.state.index[fed.rows] = fed.used, fed.index
         if ended:
-            part = sent(ended, self.device)
-            self.state.done[rows[part]] = False
-            self.draw([chunks[i].row for i in ended], rows[part], logits[part])
+            rows, logits = fed.rows, fed.logits
+            if len(ended) < len(chunks):
+                part = sent(ended, self.device)
+                rows, logits = rows[part], logits[part]
+            self.state.done[rows] = False
+            self.draw([chunks[i].row for i in ended], rows, logits)
 
     def evictable(self) -> dict[int, Row]:
         return {**self.running, **self.feeding}
@@ -301,14 +303,16 @@ class LiveLoop(Loop):
         self.park(list(self.held)[: max(0, len(self.held) - self.hold)])
 
     def write_down(self, conversation: Conversation, row: int, first: int, stop: int) -> None:
-        """Copy what was recorded beside the tokens of a turn: support and routes."""
+        """Copy what was recorded beside the tokens of a turn: support and routes. Others may get the row."""
         if conversation.sampling.records is not None:
             assert self.state.kept is not None
-            counts, margins, ids = (tensor[row, first:stop].cpu() for tensor in self.state.kept.tensors)
+            recorded = (tensor[row, first:stop] for tensor in self.state.kept.tensors)
+            counts, margins, ids = (tensor.to("cpu", copy=True) for tensor in recorded)
             listed = ids[torch.arange(ids.shape[1]) < counts[:, None]] if ids.shape[1] else None
             conversation.supports.append((counts, margins, listed))
         if self.state.routes is not None:
-            conversation.routes.append(self.state.routes[row, conversation.routed : stop - 1].cpu())
+            routes = self.state.routes[row, conversation.routed : stop - 1]
+            conversation.routes.append(routes.to("cpu", copy=True))
             conversation.routed = stop - 1
 
     def moved(self, row: int, to: int) -> None:

@@ -8,7 +8,8 @@ of a prompt, and the trace records every eviction.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,13 @@ from torch import Tensor, nn
 from ..attention import Feed
 from ..cache import SlotCache
 from ..compressors import Compressor
+from ..kernels import ops
+from ..kernels.modules import fusing
 from ..models.routing import RouteRecorder
 from .decode import forward, never_in
 from .evict import evict
 from .queue import Waiting
-from .sent import sent
+from .sent import sent, sent_together
 
 
 @dataclass
@@ -46,6 +49,7 @@ class Reader:
     together: int  # about how many tokens are fed at a time
     trace_like: Tensor  # has the dtype and the device of the trace
     recorder: RouteRecorder | None = None
+    known: Sequence[nn.Module] = field(default=(), repr=False)  # modules that may be fused
 
     def read(self, scratch: SlotCache, prompts: list[Waiting]) -> Read:
         """Feed N prompts, the shorter ones padded at their end.
@@ -67,8 +71,8 @@ class Reader:
         """Feed prompts that may be fed together."""
         device, lengths = scratch.device, [len(w.prompt) for w in prompts]
         n, longest = len(prompts), max(lengths)
-        tokens = sent([w.prompt + [0] * (longest - len(w.prompt)) for w in prompts], device)  # [N, P]
-        ends = sent(lengths, device)
+        table = torch.tensor([w.prompt + [0] * (longest - len(w.prompt)) for w in prompts])  # [N, P]
+        tokens, ends = sent_together([table, torch.tensor(lengths)], device)
         long = [i for i, length in enumerate(lengths) if self.compressor.evicts_prompt(length)]
         shape = (n, scratch.shape.layers, scratch.shape.heads, longest)
         trace = self.trace_like.new_full(shape, never_in(self.trace_like)) if long else None
@@ -81,12 +85,13 @@ class Reader:
             index = torch.arange(start, stop, device=device).expand(n, -1)
             slot = index if used == [start] * n else index - start + sent(used, device)[:, None]
             slot = slot.clamp(max=scratch.capacity - 1)  # of prompts that have ended, whose last slot is free
-            span = min(scratch.capacity, max(used) + stop - start)
             feed = Feed(
-                scratch, slot, index, span=span, first=start == 0, ends=ends if min(lengths) < longest else None
-            )
+                scratch, slot, index, span=span_of(scratch, max(used) + stop - start), first=start == 0,
+                ends=ends if min(lengths) < longest else None,
+            )  # fmt: skip
             into = None if self.recorder is None else self.recorder.empty(index.numel(), device)  # [M, N * c, k]
-            new = forward(self.model, tokens[:, start:stop], feed)
+            with fusing(self.known):
+                new = forward(self.model, tokens[:, start:stop], feed)
             if into is not None:
                 routes.append(into.unflatten(1, (n, -1)).permute(1, 2, 0, 3))
             logits = new if logits is None else torch.where((ends > start)[:, None], new, logits)
@@ -137,3 +142,9 @@ def _compress(
     rows, feds, stream, lengths = sent(columns, scratch.device)
     live = torch.ones_like(rows).bool()
     return evict(scratch, compressor, rows, used, feds, stream, lengths, trace, live, tokens=fed)
+
+
+def span_of(cache: SlotCache, used: int) -> int:
+    """How many slots to read, of rows that use so many."""
+    multiple = ops.rules(cache.device).slot_multiple
+    return min(cache.capacity, -(-used // multiple) * multiple)

@@ -27,6 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NonFiniteLogits
+from ..kernels import ops
+from ..kernels.modules import known_modules
 from ..kernels.twins_sample import room_of
 from ..models import check_sliding_windows, own_stop_ids
 from ..records import Trajectory
@@ -60,6 +62,7 @@ class Loop:
         self.capacity = engine.capacity  # slots at which a row is full
         self.device = self.cache.device
         self.decoder = engine.decoder(sampling)
+        self.known = known_modules(self.model) if ops.rules(self.device).fuses_prompts else []
         self.phases = Phases(self.device)
         self.row_counts = row_counts(engine.rows)
         self.waiting: deque[Waiting] = deque()
@@ -153,7 +156,10 @@ class Loop:
         """Feed prompts to the scratch cache, and compress those that are too long."""
         if self.scratch.states is not None:
             prompts = sorted(prompts, key=lambda w: len(w.prompt))  # only those of one length are fed together
-        reader = Reader(self.model, self.compressor, self.engine.prefill_chunk, self.state.trace, self.engine.recorder)
+        engine = self.engine
+        reader = Reader(
+            self.model, self.compressor, engine.prefill_chunk, self.state.trace, engine.recorder, self.known
+        )
         read = reader.read(self.scratch, prompts)
         check_sliding_windows(self.model.config, self.scratch.sliding_window)
         self.ready_logits, self.ready_trace = read.logits, read.trace

@@ -12,13 +12,22 @@ import torch
 from torch import nn
 
 from ..cache import SlotCache
+from ..cache.slots import chunk_bytes
 from ..compressors import Compressor
 from ..errors import OutOfMemory, SparseRLError
 from ..kernels import ops
 from ..kernels.twins_sample import RowSettings
 from ..models import ModelShape
 from ..models.routing import Routing
-from ..planning.memory import Plan, available_memory, cache_shape, default_prefill_rows, make_plan, size
+from ..planning.memory import (
+    Plan,
+    available_memory,
+    cache_shape,
+    default_fed_rows,
+    fed_row_bytes,
+    make_plan,
+    size,
+)
 from .capture import Decoder
 from .decode import RowState, empty_trace
 
@@ -84,21 +93,24 @@ class Storage:
 
     def live_plan(self, prompt_tokens: int, max_tokens: int, room: int | None = None) -> Plan:
         """The memory plan of an open engine with conversations of up to `max_tokens`: any of these tokens may be
-        sampled, and scratch rows also hold the rows that are fed.
+        sampled, and any but the first may be given.
         """
-        plan = self.plan(1, max_tokens - 1, room)
-        shape = cache_shape(self.shape, self.compressor)
-        slots = max(self.compressor.scratch_capacity(prompt_tokens), self.capacity_for(1, max_tokens - 1) + 1)
-        rows = self.prefill_rows or default_prefill_rows(self.prefill_chunk, slots, ops.rules(self.device).on_gpu)
+        plan, prompts = self.plan(1, max_tokens - 1, room), self.plan(prompt_tokens, max(1, max_tokens - prompt_tokens))
+        of_prompts = ("scratch_capacity", "scratch_most", "scratch_row_bytes", "prompt_piece", "most_prefill_rows")
+        of_prompts += ("prompt_tokens", "prefill_chunk", "attention_token_bytes")
+        plan = replace(plan, **{name: getattr(prompts, name) for name in of_prompts})
+        shape, capacity = cache_shape(self.shape, self.compressor), self.capacity_for(1, max_tokens - 1)
         return replace(
             plan,
-            prompt_tokens=prompt_tokens,
-            scratch_capacity=slots,
-            prompt_piece=slots,
-            most_prefill_rows=rows,
-            scratch_most=None,  # scratch rows also hold rows that are fed
-            scratch_row_bytes=shape.row_bytes(slots),
+            most_fed_rows=self.fed_rows,
+            fed_row_bytes=fed_row_bytes(shape, capacity, min(capacity, self.prefill_chunk)),
+            most_fed_bytes=chunk_bytes(self.device),
         )
+
+    @property
+    def fed_rows(self) -> int:
+        """Rows of an open engine to which given tokens are fed together at most."""
+        return self.prefill_rows or default_fed_rows(self.rows, ops.rules(self.device).feeds_together)
 
     def capacity_for(self, prompt_tokens: int, new_tokens: int) -> int:
         """Slots of a row, once it is allocated for such a call."""

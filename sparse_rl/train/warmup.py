@@ -34,7 +34,7 @@ from ..chat import Turns
 from ..config import Recipe, load_recipe
 from ..errors import CannotWrite, SparseRLError
 from ..files import names_code, read_lines, refuse_links_out, write_text, writing
-from ..learn.fused import fused
+from ..kernels.modules import fused
 from ..learn.learner import learning
 from ..learn.optimizer import MasterAdamW, OptimizerSettings, check_skipped, count_skipped
 from ..learn.packing import pack

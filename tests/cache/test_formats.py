@@ -6,6 +6,7 @@ import torch
 from sparse_rl import SparseRLError
 from sparse_rl.cache import CacheShape, SlotCache, SlotFormat, Trace
 from sparse_rl.cache.formats import CODES, as_stored, common_format, dequantize, quantize, slot_format
+from sparse_rl.cache.places import Places
 from tests.helpers.formats import NUMBERS, stored
 
 KINDS = list(CODES)
@@ -93,12 +94,13 @@ def test_forked_rows_and_parts_read_what_was_stored(kept):
     shape = CacheShape(3, 2, 4, 6, 6, torch.float32, slots=SlotFormat("int8", kept))
     cache, other = SlotCache(shape, 4, 7), SlotCache(shape, 2, 9)
     index = torch.arange(5).expand(2, -1)
+    places = Places.of(torch.arange(2)[:, None], index)
     key, value = torch.randn(2, 2, 2, 5, 6)
     for layer in range(3):
-        read = other.append(layer, index, key, value)
+        read = other.append(layer, places, key, value)
         for mine, given in zip(read, (key, value)):
             assert torch.equal(mine, given) == (layer in kept)
-    other.place(index, index)
+    other.place(index, lambda extra: places)
     cache.fork(other, torch.tensor([1, 0, 1]), torch.tensor([0, 2, 3]), 5)
     for layer in range(3):
         expected = other.as_stored(layer, key, value)

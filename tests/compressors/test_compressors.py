@@ -292,13 +292,15 @@ def test_compaction_keeps_everything_of_a_slot_together():
 @pytest.mark.parametrize("chunks", [[1] * 13, [13], [5, 4, 4], [12, 1], [3, 10]])
 def test_the_last_queries_are_recorded_in_order(chunks):
     from sparse_rl.cache import CacheShape, SlotCache
+    from sparse_rl.cache.places import Recent
 
     cache = SlotCache(CacheShape(1, 2, 4, 3, 3, torch.float32, num_queries=6), rows=2, capacity=20)
     queries = torch.randn(2, 4, 13, 3)
     start = 0
     for length in chunks:
         part = slice(start, start + length)
-        cache.record_queries(0, torch.arange(13)[part].expand(2, -1), queries[:, :, part])
+        recent = Recent.of(torch.arange(2)[:, None], torch.arange(13)[part].expand(2, -1), 6)
+        cache.record_queries(0, recent, queries[:, :, part])
         start += length
     for count in (6, 4, 1):
         recent = cache.recent_queries(slice(0, 1), torch.tensor([1, 0]), torch.tensor([13, 13]), count)

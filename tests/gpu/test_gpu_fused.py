@@ -10,8 +10,8 @@ import torch
 
 from sparse_rl import Engine, Sampling
 from sparse_rl.kernels import ops
+from sparse_rl.kernels.modules import fused
 from sparse_rl.learn.batch import collate, score
-from sparse_rl.learn.fused import fused
 from sparse_rl.learn.head import PlainHead, plain_head
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss

@@ -16,11 +16,11 @@ from torch import nn
 from sparse_rl import Engine, Sampling
 from sparse_rl.errors import SparseRLError
 from sparse_rl.kernels import ops
+from sparse_rl.kernels.modules import fused, fused_forward
 from sparse_rl.learn import score as scoring
 from sparse_rl.learn.advantage import advantage
 from sparse_rl.learn.batch import collate, score
 from sparse_rl.learn.correct import PRESETS
-from sparse_rl.learn.fused import fused, fused_forward
 from sparse_rl.learn.head import plain_head, vocabulary_part
 from sparse_rl.learn.learner import Learner
 from sparse_rl.learn.loss import Loss

@@ -14,10 +14,10 @@ from torch import nn
 from sparse_rl import Engine, Sampling
 from sparse_rl.config import make_recipe
 from sparse_rl.errors import SparseRLError
+from sparse_rl.kernels.modules import fused
 from sparse_rl.learn import long
 from sparse_rl.learn import packing as packing_module
 from sparse_rl.learn.batch import collate, score
-from sparse_rl.learn.fused import fused
 from sparse_rl.learn.learner import Learner, learning
 from sparse_rl.learn.long import Host, by_chunks, long_rows, use_long_rows
 from sparse_rl.learn.loss import Loss

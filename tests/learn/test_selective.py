@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from sparse_rl import Engine, Sampling
 from sparse_rl.errors import SparseRLError
 from sparse_rl.kernels import ops
+from sparse_rl.kernels.modules import fused
 from sparse_rl.learn import packing as packing_module
 from sparse_rl.learn.batch import collate, seen_by
-from sparse_rl.learn.fused import fused
 from sparse_rl.learn.routes import sent_to
 from sparse_rl.learn.score import batch_logprobs
 from sparse_rl.learn.selective import keeping_products

@@ -1,13 +1,17 @@
-"""Run the learner's layers through fused kernels, within a `with`: fewer passes over memory, with the weights and the
-rounding of the Hugging Face modules.
+"""Run the layers of known models through fused kernels, within a `with`: fewer passes over memory and fewer launches,
+with the weights and the rounding of the Hugging Face modules.
 
     with fused(model):
         loss(model).backward()          # include backward: gradient checkpointing computes layers again
 
+    modules = known_modules(model)      # once
+    with fusing(modules):               # for each forward pass; walks no model
+        model(tokens)
+
 Every instance of a known module (the Llama family's norms, MLPs, attentions and decoder layers) gets another forward
 function, which is removed at the end. No class is patched, so other models, and this one outside the `with`, stay as
-they were. A part is only fused if nothing was put in its place, so adapters, quantised layers and hooks still work. On
-a CPU nothing changes.
+they were. A part is only fused if nothing was put in its place, which is looked at each time, so adapters, quantised
+layers and hooks still work. On a CPU nothing changes.
 
 The rotation is a function called by name in the attention's source. That source runs as it is, with this one name bound
 to our function.
@@ -16,14 +20,14 @@ to our function.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernels import ops
+from . import ops
 
 _FAMILIES = {
     "llama": "Llama",
@@ -38,27 +42,36 @@ _ROTATION = "apply_rotary_pos_emb"  # the rotation's name in their attentions
 
 @contextmanager
 def fused(*models: nn.Module | None) -> Iterator[None]:
-    """Compute the known modules of some models through fused kernels, if their devices have any."""
+    """Compute the known modules of some models through fused kernels, if the learner uses them on their devices."""
+    learned = [m for m in models if m is not None and ops.rules(next(m.parameters()).device).fuses_learning]
+    with fusing(module for model in learned for module in model.modules()):
+        yield
+
+
+@contextmanager
+def fusing(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Compute those of the modules that are known through fused kernels."""
     changed: list[nn.Module] = []
     try:
-        for model in models:
-            if model is None or not ops.rules(next(model.parameters()).device).fuses_learning:
-                continue
-            for module in model.modules():
-                forward = fused_forward(module)
-                if forward is not None:
-                    vars(module)["forward"] = forward
-                    changed.append(module)
+        for module in modules:
+            forward = fused_forward(module)
+            if forward is not None:
+                vars(module)["forward"] = forward
+                changed.append(module)
         yield
     finally:
         for module in changed:
             del vars(module)["forward"]
 
 
+def known_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that may be fused: those whose types are known."""
+    return [module for module in model.modules() if _maker(module) is not None]
+
+
 def fused_forward(module: nn.Module) -> Callable | None:
     """A fused forward function for a module; None if the module is not known or was changed."""
-    kind = _kind(module)
-    make = _MAKERS.get(f"{kind.__module__}.{kind.__qualname__}")
+    make = _maker(module)
     return None if make is None or _is_replaced(module) else make(module)
 
 
@@ -122,6 +135,11 @@ def _checkpoints_forward() -> bool:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return "__call__" not in vars(GradientCheckpointingLayer)
+
+
+def _maker(module: nn.Module) -> Callable[[Any], Callable | None] | None:
+    kind = _kind(module)
+    return _MAKERS.get(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _kind(module: nn.Module) -> type:
