@@ -157,16 +157,17 @@ class LiveEngine:
         """
         self._check_own(conversation)
         check_renewable(conversation)
-        given, known = token_list(tokens, "what is given"), len(conversation.tokens)
+        given, old = token_list(tokens, "what is given"), list(conversation.tokens)
+        known = len(old)
         require_int(at_least=0, at_most=known, keep=(keep := known if keep is None else keep))
-        prompt = conversation.tokens[:keep] + given
+        prompt = old[:keep] + given
         self._limits.check_tokens(prompt, "what is to be read")
         remedies = ["extend it", "keep fewer"] if conversation.status == "stopped" else ["keep fewer"]
         self._limits.check_length(len(prompt), f"conversation {conversation.number} as a prompt", *remedies)
         sampling = conversation.sampling if sampling is None else sampling
         seed = conversation.seed if seed is None else seed
         which = conversation.sample_index, conversation.prompt_index
-        return self._begin(prompt, sampling, seed, *which, stop_strings, conversation)
+        return self._begin(prompt, sampling, seed, *which, stop_strings, conversation, known)
 
     def cancel(self, conversation: Conversation) -> None:
         """End a conversation in any state and free its row. Its trajectory is lost, but its tokens can
@@ -284,8 +285,9 @@ class LiveEngine:
         prompt_index: int,
         stop_strings: Sequence[str],
         old: Conversation | None = None,
+        known: int = 0,
     ) -> Conversation:
-        """Begin a conversation. old: the one that it renews, which ends if it has not"""
+        """Begin a conversation. old: the one that it renews, which ends if it has not; known: the tokens it had"""
         self._limits.check_room(len(prompt), 0)
         self.engine.compressor.check_prompt(len(prompt))
         stop_ids, text = self._limits.check_settings(sampling, stop_strings)
@@ -295,6 +297,8 @@ class LiveEngine:
             self._check_open()
             if old is not None:
                 check_renewable(old)
+                if len(old.tokens) != known:
+                    raise SparseRLError(f"conversation {old.number} went on while it was renewed; renew it again.")
             if old is None or old.status == "ended":
                 self._check_queue()
             else:
@@ -336,6 +340,9 @@ class LiveEngine:
             left, self._open, self._inbox = list(self._open.values()), {}, []
         for conversation in left:
             conversation.status, conversation.finish_reason = "ended", "closed"
+        loop = getattr(self, "_loop", None)  # None: it could not be made
+        renewed = loop.alive.values() if loop is not None else ()  # since the last round; they are no longer open
+        for conversation in (*left, *renewed):
             conversation.parked = conversation.trace = conversation.row = conversation.sequence = None
         kind = None if error is None else type(error)
         self._call.__exit__(kind, error, None if error is None else error.__traceback__)

@@ -413,6 +413,32 @@ def test_one_that_was_cut_off_lets_go_of_its_conversations(llama):
     assert_same_bits(found, submitted(llama, [1, 2]))
 
 
+def test_one_that_was_renewed_before_the_end_lets_go_of_its_copy(llama):
+    with opened(llama, rows=1, park=4) as live:
+        old, other = (live.submit(prompt, ANSWER) for prompt in prompts_of(20, 30))
+        live.run()
+        assert old.parked is not None
+        live.renew(old)  # nothing steps any more
+    assert old.parked is None and old.sequence is None and other.row is None
+
+
+def test_one_that_goes_on_meanwhile_is_not_renewed_without_its_new_turn(llama, monkeypatch):
+    with opened(llama) as live:
+        chat = live.submit(prompts_of(20)[0], ANSWER)
+        live.run()
+        begin = live._begin
+
+        def meanwhile(*given):
+            live.extend(chat, [3, 4])
+            live.run()
+            return begin(*given)
+
+        monkeypatch.setattr(live, "_begin", meanwhile)
+        with pytest.raises(SparseRLError, match="went on while it was renewed"):
+            live.renew(chat, [5])
+        assert live.release(chat).given is not None
+
+
 def test_threads_may_renew(llama):
     plans = [plan_of(seed, 2) for seed in range(4)]
     expected = []
