@@ -134,9 +134,9 @@ def logprobs(model: nn.Module, tokens: Tensor, mask: Tensor, rows: int = 4) -> T
     """Of the sampled tokens: tokens [B, T], mask [B, T] -> fp64 [n]"""
     found = []
     for here, wanted in zip(tokens.split(rows), mask.split(rows)):
-        logits = model(here, use_cache=False).logits[:, :-1]  # [B, T - 1, V]
-        every = logits.double().log_softmax(-1).gather(-1, here[:, 1:, None]).squeeze(-1)
-        found.append(every[wanted[:, 1:]])
+        hidden = model.model(here, use_cache=False).last_hidden_state[:, :-1]
+        logits = model.lm_head(hidden[wanted[:, 1:]]).double()  # [n, V]
+        found.append(logits.log_softmax(-1).gather(-1, here[:, 1:][wanted[:, 1:]][:, None]).squeeze(-1))
     return torch.cat(found)
 
 
