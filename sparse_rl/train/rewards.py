@@ -113,9 +113,9 @@ class PriceWatch:
         had too few of them; None otherwise, and where a lower price would not help.
         """
         grades = [grade for grade in grades if "entries" in self.for_length and "entries" in grade.parts]
-        bases = [without(grade, self.for_length) for grade in grades if not grade.right]
         several = any(len(grade.parts.keys() - self.for_length.keys()) > 1 for grade in grades)
-        self.lowest = min([self.lowest, *bases, *([0.0] if several else [])])
+        bases = [without(grade, self.for_length) for grade in grades if not grade.right] + [0.0] * several
+        self.lowest = min([self.lowest, *bases])
         self.right += [grade for grade in grades if grade.right]
         if len(self.right) < FEW:
             return None
