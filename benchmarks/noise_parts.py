@@ -1,6 +1,6 @@
 """Which part of a layer makes the noise of bf16 or fp16? Two passes whose sums differ in their last bits, by part.
 
-    python benchmarks/noise_parts.py models/smollm2 --out runs/noise-parts.json              # one CPU core, an hour
+    python benchmarks/noise_parts.py models/smollm2 --prompts 3 --group 2 --new 64          # one CPU core, 15 minutes
     python benchmarks/noise_parts.py models/smollm2 --dtype float16 --parts                    # all parts at once alone
     python benchmarks/noise_parts.py tiny:4x256 --prompts 2 --group 2 --new 32
 
