@@ -223,3 +223,13 @@ def test_a_price_is_judged_by_several_right_completions():
     said = [watch.after(step) for step in ([dear, wrong], [wrong], [cheap, cheap], [cheap], [dear] * 3, [dear, wrong])]
     assert said[:-1] == [None] * 5  # the first four hold 9 on average, and were judged together
     assert "hold 30.0 cache entries on average" in said[-1]
+
+
+def test_a_run_says_once_that_its_price_is_too_dear(student, tmp_path, capsys):
+    (tmp_path / "all_right.py").write_text(
+        "def prompt(i): return f'{i % 9}?', i\ndef reward(answer, text): return 1.0\n"
+    )
+    task = {"name": str(tmp_path / "all_right.py"), "entry_price": 5.0}
+    train(settings(student, task=task, run={"steps": 3, "samples": 0}, eval={"every": 0}), tmp_path / "run", show=False)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("after step 1: right completions hold") == said.count("set task.entry_price (now 5)") == 1
