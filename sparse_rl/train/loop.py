@@ -57,7 +57,7 @@ from .parts import (
 from .pooled import RunPool, end_pool, sampler_timing, start_pool, write_samplers
 from .prefetch import make_source
 from .progress import Progress, Versions, is_due
-from .rewards import too_dear
+from .rewards import PriceWatch
 from .samples import positions_to_write, samples_due, write_samples
 from .saving import out_of_memory, save, save_after, save_if_best
 from .step import StepRollout, with_seen
@@ -93,6 +93,7 @@ class Trainer:
         critic = make_critic(recipe, self.model)
         sampler_critic = copied(critic) if critic is not None and own_weights else critic
         self.sampler = Sampler(recipe, sampler_model, self.tokenizer, self.task, world.rank, world.size, sampler_critic)
+        self.price_watch = PriceWatch(self.sampler.rewards.for_length)
         self.pool: RunPool | None = None  # `run` starts it
         self.source = make_source(recipe, self.sampler, self.publish_weights)
         sharded = shard(self.model, world.size) if divided else None
@@ -181,7 +182,7 @@ class Trainer:
             self.keep_samples(rollout, corrected.accepted, batches, evidence)
         self._show_what_is_missing(step_answers(metrics, self.recipe.rollout, self.recipe.distils))
         self._show_idle_cache(rollout, metrics)
-        self._show_price(too_dear(self.recipe.task.entry_price, rollout.grades))
+        self._show_price(self.price_watch.after(rollout.grades))
 
     # ---------------------------------------------------------------------------------------------------- its stages
 
@@ -382,7 +383,7 @@ class Trainer:
             )
 
     def _show_price(self, said: str | None) -> None:
-        """Say once that cache entries cost more than right answers earn."""
+        """Say once that right completions earn no more than an empty one."""
         if said is not None and "price" not in self.shown_errors:
             self.shown_errors.add("price")
             self.terminal.say(f"sparse-rl: after step {self.progress.steps}: {said}")

@@ -10,7 +10,7 @@ What is right, and so accuracy, stays for the task to say.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,12 +22,16 @@ from ..models import RewardModel, load_reward_model
 from ..records import Trajectory, mean_entries
 from ..tasks import UNGRADED, Grade, Prompt, Task
 
+FEW = 4  # right completions, before anything is said of them
+
 
 class AddedRewards:
     def __init__(self, recipe: Recipe):
         settings, self.longest = recipe.task, recipe.rollout.max_new_tokens
         self.buffer = max(1, round(settings.overlong * self.longest)) if settings.overlong else 0
         self.price, self.weight = settings.entry_price, settings.reward_model_weight
+        weights = {"overlong": float(bool(self.buffer)), "entries": -self.price}
+        self.for_length = {name: weight for name, weight in weights.items() if weight}
         self.model: RewardModel | None = None
         self.last_error: str | None = None  # why a completion has no score, for the caller to show once
         if settings.reward_model is not None:
@@ -65,9 +69,7 @@ class AddedRewards:
         """The rewards of completions without what was added for their length and their entries; below all of them, of
         those without a score. fp64 [N]
         """
-        weights = {name: weight for name, weight in (("overlong", float(bool(self.buffer))), ("entries", -self.price))}
-        added = [sum(w * grade.parts.get(name, 0.0) for name, w in weights.items() if w) for grade in grades]
-        rewards = torch.tensor([grade.reward - value for grade, value in zip(grades, added)], dtype=torch.float64)
+        rewards = torch.tensor([without(grade, self.for_length) for grade in grades], dtype=torch.float64)
         is_scored = torch.tensor([self._is_scored(grade) for grade in grades])
         return torch.where(is_scored, rewards, rewards.min() - 1)
 
@@ -88,24 +90,48 @@ class AddedRewards:
                 self.model.encode(member.sample(0, 1)[0].text, "")
 
 
-def too_dear(price: float, grades: Sequence[Grade]) -> str | None:
-    """A sentence where right completions pay so much for their cache entries that an empty completion, which is wrong
-    and pays nothing, is worth as much; None otherwise.
+def without(grade: Grade, weights: Mapping[str, float]) -> float:
+    """A grade's reward without these of its parts."""
+    return grade.reward - sum(weight * grade.parts.get(name, 0.0) for name, weight in weights.items())
+
+
+class PriceWatch:
+    """Whether right completions pay so much for their cache entries that an empty completion, which is wrong and pays
+    nothing, is worth as much. for_length: see AddedRewards.
+
+    An empty completion is taken to get the least that any wrong one got before it paid, overlong's punishment left out.
+    Where a task names several rewards, wrong ones may have earned some of them, so it is taken to get at most 0.
     """
-    right, wrong = ([g for g in grades if g.right == wanted and "entries" in g.parts] for wanted in (True, False))
-    if not price or not right:
-        return None
-    held = sum(grade.parts["entries"] for grade in right) / len(right)
-    earned = sum(grade.reward for grade in right) / len(right)
-    empty = sum(g.reward + price * g.parts["entries"] for g in wrong) / len(wrong) if wrong else 0.0
-    if earned > empty:
-        return None
-    limit = price - (empty - earned) / max(held, 1e-9)  # where both are worth the same
-    return (
-        f"right completions hold {held:.1f} cache entries on average and pay {price * held:.2f} for them, so their "
-        f"reward is {earned:.2f}, and an empty completion gets about {empty:.2f}; set task.entry_price (now {price:g}) "
-        f"well below {limit:.2g}."
-    )
+
+    def __init__(self, for_length: Mapping[str, float]):
+        self.for_length, self.price = for_length, -for_length.get("entries", 0.0)
+        self.right: list[Grade] = []  # that were not judged yet
+        self.lowest = math.inf  # reward of wrong completions before they paid
+
+    def after(self, grades: Sequence[Grade]) -> str | None:
+        """A sentence where the price is too high for the right completions of this step and of those before it that
+        had too few of them; None otherwise, and where a lower price would not help.
+        """
+        grades = [grade for grade in grades if "entries" in self.for_length and "entries" in grade.parts]
+        several = any(len(grade.parts.keys() - self.for_length.keys()) > 1 for grade in grades)
+        bases = [without(grade, self.for_length) for grade in grades if not grade.right] + [0.0] * several
+        self.lowest = min([self.lowest, *bases])
+        self.right += [grade for grade in grades if grade.right]
+        if len(self.right) < FEW:
+            return None
+        right, self.right = self.right, []
+        empty = self.lowest if math.isfinite(self.lowest) else 0.0
+        held = sum(grade.parts["entries"] for grade in right) / len(right)
+        earned = sum(grade.reward for grade in right) / len(right)
+        lead = earned + self.price * held - empty  # over an empty one, if entries cost nothing
+        if held <= 0 or lead <= 0 or earned > empty:
+            return None
+        return (
+            f"right completions hold {held:.1f} cache entries on average and pay {self.price * held:.2f} for them, so "
+            f"their reward is {earned:.2f}, and an empty completion, which pays nothing, gets about {empty:.2f} (the "
+            f"least that a wrong one got before it paid, or 0); set task.entry_price (now {self.price:g}) well below "
+            f"{lead / held:.2g}."
+        )
 
 
 def check_context(model: RewardModel, longest: int) -> None:

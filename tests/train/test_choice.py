@@ -18,7 +18,7 @@ from sparse_rl.models import load_model
 from sparse_rl.records import mean_entries, read_trajectories
 from sparse_rl.tasks import Grade
 from sparse_rl.train.checkpoint import save_model
-from sparse_rl.train.rewards import too_dear, with_part
+from sparse_rl.train.rewards import PriceWatch, with_part
 from sparse_rl.train.run import train
 from tests.helpers.runs import recipe, run
 
@@ -165,17 +165,71 @@ def test_the_head_of_folds_learns_faster_but_not_in_runs_of_earlier_versions(stu
     assert missing_keys({"optimizer": {"lr": 1e-4}})["optimizer.choice_scale"][0] == 1.0
 
 
+def priced(verdict, price, held=5.0, **parts):
+    """The grade of a completion with these named rewards and a price on its entries; overlong is the run's."""
+    overlong = parts.pop("overlong", None)
+    grade = Grade(sum(parts.values()), verdict, parts if len(parts) > 1 else {})
+    grade = grade if overlong is None else with_part(grade, "overlong", overlong)
+    return with_part(grade, "entries", held, -price)
+
+
+def said_of(price, *grades, overlong=False):
+    return PriceWatch({"entries": -price} | ({"overlong": 1.0} if overlong else {})).after(grades * 4)
+
+
 @pytest.mark.parametrize(
-    "wrong, price, limit", [(0.0, 0.0, None), (0.0, 0.1, None), (0.0, 0.5, 0.2), (-2.0, 0.5, None)]
+    "wrong, price, limit", [(0.0, 0.01, None), (0.0, 0.1, None), (0.0, 0.5, 0.2), (-2.0, 0.5, None)]
 )
 def test_a_price_above_what_a_right_answer_earns_gets_a_sentence(wrong, price, limit):
-    """An empty completion is wrong: it gets what wrong ones get before they pay."""
-    given = {"right": 1.0, "wrong": wrong}
-    grades = [with_part(Grade(reward, verdict), "entries", 5.0, -price) for verdict, reward in given.items()]
-    found = too_dear(price, grades)
+    """An empty completion is wrong: it gets the least that wrong ones get before they pay."""
+    right, better = priced("right", price, task=1.0), priced("wrong", price, task=0.5)
+    found = said_of(price, right, priced("wrong", price, task=wrong), better)
     assert (found is None) == (limit is None)
     if limit:
         assert "hold 5.0 cache entries on average and pay 2.50 for them, so their reward is -1.50" in found
-        assert f"an empty completion gets about 0.00; set task.entry_price (now 0.5) well below {limit}." in found
-    assert too_dear(price, grades[1:]) is None  # nothing is right
-    assert (too_dear(price, grades[:1]) is None) == (price < 0.2)  # nothing is wrong
+        assert "an empty completion, which pays nothing, gets about 0.00" in found
+        assert f"set task.entry_price (now 0.5) well below {limit}." in found
+    assert said_of(price, better) is None  # nothing is right
+    assert (said_of(price, right) is None) == (price < 0.2)  # nothing is wrong
+
+
+@pytest.mark.parametrize("held", [5.0, 0.0, -100.0])
+def test_a_price_that_is_not_the_cause_gets_no_sentence(held):
+    """Wrong ones earn more than right ones whatever the price is; or entries cost nothing, or pay."""
+    right, wrong = priced("right", 0.01, held, task=0.2), priced("wrong", 0.01, held, task=0.5)
+    assert said_of(0.01, right, wrong) is None
+    assert said_of(0.01, priced("right", 0.01, held, task=-3.0)) is None
+    assert said_of(0.0, priced("right", 0.0, held, task=0.0)) is None
+
+
+def test_an_empty_completion_gets_nothing_for_its_format_and_no_punishment_for_its_length():
+    named = [priced("right", 0.25, correct=1.0, form=0.3), priced("wrong", 0.25, correct=0.0, form=0.3)]
+    assert said_of(0.25, *named) is None  # 1.3 - 1.25 is more than 0
+    named = [priced("right", 0.5, correct=1.0, form=0.3), priced("wrong", 0.5, correct=0.0, form=0.3)]
+    found = said_of(0.5, *named)
+    assert "gets about 0.00" in found and "well below 0.26." in found
+    long = [priced("right", 0.25, task=1.0, overlong=-0.25), priced("wrong", 0.25, task=0.0, overlong=-1.0)]
+    found = said_of(0.25, *long, overlong=True)
+    assert "their reward is -0.50" in found and "gets about 0.00" in found and "well below 0.15." in found
+    late = [priced("right", 0.01, task=1.0, overlong=-1.0), priced("wrong", 0.01, task=0.0, overlong=-1.0)]
+    assert said_of(0.01, *late, overlong=True) is None  # the length costs all, the price nothing
+
+
+def test_a_price_is_judged_by_several_right_completions():
+    watch = PriceWatch({"entries": -0.1})
+    dear, cheap, wrong = (priced(*one, task=float(one[0] == "right")) for one in (
+        ("right", 0.1, 30.0), ("right", 0.1, 2.0), ("wrong", 0.1)
+    ))  # fmt: skip
+    said = [watch.after(step) for step in ([dear, wrong], [wrong], [cheap, cheap], [cheap], [dear] * 3, [dear, wrong])]
+    assert said[:-1] == [None] * 5  # the first four hold 9 on average, and were judged together
+    assert "hold 30.0 cache entries on average" in said[-1]
+
+
+def test_a_run_says_once_that_its_price_is_too_dear(student, tmp_path, capsys):
+    (tmp_path / "all_right.py").write_text(
+        "def prompt(i): return f'{i % 9}?', i\ndef reward(answer, text): return 1.0\n"
+    )
+    task = {"name": str(tmp_path / "all_right.py"), "entry_price": 5.0}
+    train(settings(student, task=task, run={"steps": 3, "samples": 0}, eval={"every": 0}), tmp_path / "run", show=False)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("after step 1: right completions hold") == said.count("set task.entry_price (now 5)") == 1
