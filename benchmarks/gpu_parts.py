@@ -186,14 +186,14 @@ LEARNER = (
 
 ROLLOUT, TINY_ROLLOUT = "rollout_gpu.py --only ", "rollout_gpu.py --tiny --only "
 SPEED = (
-    Part("conversations", "conversations_gpu.py --out {out}", "conversations_gpu.py --out {out} --tiny", 5,
+    Part("conversations", "conversations_gpu.py --out {out}", "conversations_gpu.py --out {out} --tiny", 4,
          "25: conversations beside single turns"),
     Part("reading", "reading_gpu.py --out {out}", "reading_gpu.py --out {out} --tiny", 2,
          "25: prompts and given tokens by modules and by fused layers, 32 and more rows at a time"),
     Part("serve", "serve_gpu.py --out {out} --columns rollout,serve", "serve_gpu.py --out {out} --tiny "
-         "--columns rollout,serve", 5, "26: 256 streams beside bench rollout"),
+         "--columns rollout,serve", 3, "26: 256 streams beside bench rollout", modules=("fastapi", "uvicorn")),
     Part("serve-vllm", "serve_gpu.py --out {out} --columns rollout,serve,vllm {peers}", "serve_gpu.py --out {out} "
-         "--tiny --columns serve,vllm", 9, "26: beside vLLM's server", peers=("vllm",)),
+         "--tiny --columns serve,vllm", 9, "26: beside vLLM's server", modules=("fastapi", "uvicorn"), peers=("vllm",)),
     Part("slots-kernel", f"{ROLLOUT}slots-kernel,noise --out {{out}}", "", 5, "27.5: noise and kernel of 8-bit slots"),
     Part("slots", f"{ROLLOUT}slots --out {{queue}}/slots", f"{TINY_ROLLOUT}slots --out {{queue}}/slots", 11,
          "27.5: fp8 and int8 slots, 1.5B and 7B"),
@@ -211,7 +211,7 @@ SPEED = (
          "new_models_gpu.py gemma-3-4b --vllm --tiny --lines {out}/lines.jsonl", 10, "24: Gemma 3 4B beside vLLM",
          peers=("vllm",)),
     Part("pool", "ahead.py --preset 1.5b --arms ahead pool --limit 210 --out {out}", "ahead.py --tiny --arms ahead "
-         "pool --out {out}", 8, "28: learner and sampler on one device", modules=("ray",)),
+         "pool --out {out}", 5, "28: learner and sampler on one device", modules=("ray", "math_verify")),
     Part("steps-learned", f"{STEPS}shadow --set rollout.compressor learned --set scorer.every 1",
          f"{TINY_STEPS}shadow --set rollout.compressor learned --set scorer.every 1", 5,
          "27.3: what training `learned` costs a step"),
