@@ -3,8 +3,8 @@ one H200.
 
     python benchmarks/scale_recorded.py            # the tables of docs/scale.md
 
-The constants in sparse_rl/scale/model.py were fitted on the rows marked `fitted`. No row is omitted, and nothing is
-fitted here.
+The constants in sparse_rl/scale/model.py were fitted on the rows marked `fitted`, and nothing is fitted here. No row is
+omitted, but those of training steps with learners of earlier versions.
 """
 
 import re
@@ -14,7 +14,7 @@ import numpy as np
 
 from sparse_rl.config import load_recipe, make_recipe
 from sparse_rl.scale.lengths import Lengths
-from sparse_rl.scale.model import H200, Links, Work, one_step, work_of
+from sparse_rl.scale.model import H200, Forecast, Links, Work, one_step, work_of
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results.md"
 FITTED = {
@@ -25,16 +25,13 @@ FITTED = {
 }
 PREFILL_FITTED = {("qwen2.5-1.5b", 256, 512), ("qwen2.5-7b", 256, 512)}
 SHARES_FITTED = ("qwen2.5-1.5b", 256, 3840)  # evictions, traces and host
-# characters of the 32 prompts that the training step had (the first of simplerl_qwen_level3to5.jsonl)
-PROMPTS = [229, 243, 260, 273, 275, 280, 281, 282, 282, 287, 288, 292, 296, 305, 311, 323]
-LATER_PROMPTS = 400  # mean characters of the 128 after those
-PROMPTS += [340, 345, 356, 373, 406, 415, 425, 432, 435, 517, 533, 586, 774, 817, 946, 1239]
+PROMPT = 308  # mean tokens of the prompts of the training step
 
 
-def work(model: str, rows: int, new: int, prompt: int = 256, **more: dict) -> Work:
+def work(model: str, rows: int, new: int, prompt: int = 256, checkpointing: bool = True, **more: dict) -> Work:
     rollout = {"rows": rows, "prompts": rows, "group_size": 2, "max_new_tokens": new} | more.pop("rollout", {})
     settings = {
-        "model": {"name": model, "gradient_checkpointing": True},
+        "model": {"name": model, "gradient_checkpointing": checkpointing},
         "task": {"name": "math"},
         "rollout": rollout,
         **more,
@@ -99,50 +96,45 @@ def rollouts() -> list[tuple[str, str, float, float]]:
 
 
 def passes() -> list[tuple[str, str, float, float]]:
-    """Forward and backward of the whole model, (row, fitted or held out, predicted ms, measured ms)"""
+    """Stages of the learner alone, (row, fitted or held out, predicted ms, measured ms)"""
     found = []
-    head = next(line for line in recorded().splitlines() if line.startswith("| whole model: ms"))
-    sizes = [tuple(int(numbers(part)) for part in cell.split(" x ")) for cell in head.strip("|").split("|")[1:]]
-    for cells in rows_of("whole model: ms (GB), against dense")[:2]:
-        for (count, length), cell in zip(sizes, cells[1:]):
-            it = work("qwen2.5-1.5b", 256, 4096, learn={"method": "shadow" if "shadow" in cells[0] else "none"})
-            name = f"{'shadow' if 'shadow' in cells[0] else 'dense'}, {count} x {length:,}"
-            found.append(
-                (name, "", 1e3 * it.passes * it.pass_seconds(H200, count, length), numbers(cell.replace("*", "")))
-            )
+    for stage, view, tokens, ms in rows_of("stage of the learner"):
+        count, length = (int(numbers(part)) for part in tokens.split(" x "))
+        it = work("qwen2.5-1.5b", 256, 4096, learn={"method": "shadow" if view == "shadow" else "none"})
+        times = it.passes if stage == "update" else 1
+        seconds = times * it.pass_seconds(H200, count * length, length)
+        found.append((f"{stage}, {view}, {tokens} tokens", "", 1e3 * seconds, numbers(ms)))
     return found
+
+
+def step_of(method: str, checkpointing: bool, ahead: int = 0) -> Forecast:
+    """The step of 32 prompts x 8 completions of 1,024 tokens."""
+    it = work(
+        "qwen2.5-1.5b", 256, 1024, PROMPT,
+        checkpointing=checkpointing,
+        learn={"method": method, "minibatches": 4, "micro_batch_tokens": 16384},
+        loss={"beta": 0.0 if method == "shadow" else 1e-4},
+        rollout={"prompts": 32, "group_size": 8, "ahead": ahead},
+    )  # fmt: skip
+    return one_step(it, H200, Links(), 1, np.full((32, 8), 1024))
 
 
 def training_steps() -> list[tuple[str, str, float, float]]:
     """Stage by stage: (row, fitted or held out, predicted s, measured s)"""
-    more = {"rollout": {"prompts": 32, "group_size": 8}, "loss": {"beta": 1e-4}}
-    step = one_step(
-        work("qwen2.5-1.5b", 256, 4096, round(np.mean(PROMPTS)), **more), H200, Links(), 1, np.full((32, 8), 4096)
-    )
-    ours = {"rollout": step.rollout, "score": step.sample - step.rollout, "update": step.update, "step": step.step}
-    page = (RESULTS.with_suffix("") / "training-step.md").read_text()
-    lines = [line for line in page.splitlines() if re.match(r"\| [12](, resumed)? \| .* s \(", line)]
     found = []
-    for line, name in zip(
-        lines, ("eager, busy host, step 1", "eager, busy host, step 2", "captured modules, fresh"), strict=True
-    ):
-        cells = [cell.strip(" *") for cell in line.strip("|").split("|")]
-        took = dict(zip(("rollout", "grade", "score", "diagnose", "update", "step"), map(numbers, cells[1:7])))
-        for stage in ours:
-            fitted = name == "captured modules, fresh" and stage in ("score", "update")
-            found.append((f"{name}: {stage}", "their sum" if fitted else "", ours[stage], took[stage]))
-        found.append(
-            (f"{name}: step, rollout as measured", "", step.step + took["rollout"] - step.rollout, took["step"])
-        )
-    (cells,) = rows_of("fused rollouts, 1,024 new")
-    took = dict(zip(("rollout", "grade", "score", "diagnose", "update", "step"), map(numbers, cells[1:7])))
-    step = one_step(work("qwen2.5-1.5b", 256, 1024, LATER_PROMPTS, **more), H200, Links(), 1, np.full((32, 8), 1024))
-    ours = {"rollout": step.rollout, "score": step.sample - step.rollout, "update": step.update, "step": step.step}
-    found += [(f"fused, 1,024 new, steps 2 to 5: {stage}", "", ours[stage], took[stage]) for stage in ours]
-    more["rollout"]["ahead"] = 1
-    ahead = one_step(work("qwen2.5-1.5b", 256, 1024, LATER_PROMPTS, **more), H200, Links(), 1, np.full((32, 8), 1024))
-    took = next(numbers(cells[1]) for cells in rows_of("sampling | a step") if cells[0].startswith("ahead, "))
-    found += [("the same one step ahead", "hidden", ahead.step, took)]
+    for cells in rows_of("1,024 new tokens"):
+        method = "shadow" if "shadow" in cells[0] else "sparse-rl"
+        step = step_of(method, checkpointing=False)
+        ours = (step.rollout, step.sample - step.rollout, step.update, step.rest, step.step)
+        for stage, predicted, took in zip(
+            ("rollout", "score", "update", "rest", "step"), ours, cells[1:6], strict=True
+        ):
+            fitted = "their sum" if method == "sparse-rl" and stage in ("score", "update") else ""
+            if predicted:
+                found.append((f"{method}: {stage}", fitted, predicted, numbers(took)))
+    took = next(line for line in recorded().splitlines() if line.startswith("| thread |")).split("|")[2]
+    ahead = step_of("sparse-rl", checkpointing=True, ahead=1)
+    found.append(("sparse-rl, checkpointing, one step ahead: step", "", ahead.step, numbers(took)))
     small = load_recipe("countdown-beacons", [("model.name", "tiny:6x256"), ("student.chunks", "[]")])
     drawn = Lengths(290, 0.4).draw(64, 8, 656, seed=0)
     ours = one_step(work_of(small, 30), H200, Links(), 1, drawn).step
@@ -161,7 +153,7 @@ def table(head: str, unit: str, found: list[tuple[str, str, float, float]]) -> s
 
 def tables() -> str:
     parts = [("one decode step", "ms", decode_steps()), ("rollout", "s", rollouts())]
-    parts += [("forward + backward", "ms", passes()), ("training step", "s", training_steps())]
+    parts += [("stage of the learner", "ms", passes()), ("training step", "s", training_steps())]
     return "\n\n".join(table(*part) for part in parts)
 
 

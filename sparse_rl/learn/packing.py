@@ -16,6 +16,7 @@ Shapes: N rows, T tokens (padded), S tokens of the packed row.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,10 +44,9 @@ _KNOWN |= {"qwen2_moe", "qwen3_moe", "mixtral", "olmoe"}
 def packs(model: nn.Module, choice: str) -> bool:
     """Whether a model's micro-batches are packed. `auto`: on a GPU, if its architecture is known"""
     config = causal_lm_of(model).config.get_text_config(decoder=True)
-    recurrent = is_recurrent(config)  # a state would carry over from one trajectory to the next
-    known = config.model_type in _KNOWN and beacon_of(model) is None and not recurrent
+    known = may_pack(config) and beacon_of(model) is None
     if choice == "always" and not known:
-        kind = " with beacons" if beacon_of(model) else ", which have recurrent layers," if recurrent else ""
+        kind = " with beacons" if beacon_of(model) else ", which have recurrent layers," if is_recurrent(config) else ""
         raise SparseRLError(
             f"learn.packing is always, but micro-batches of {config.model_type} models{kind} cannot be packed; use "
             "auto or never."
@@ -54,6 +54,11 @@ def packs(model: nn.Module, choice: str) -> bool:
     parameter = next(model.parameters())
     has_kernels = place_of(parameter).runs_kernels and parameter.dtype != torch.float64
     return known and (choice == "always" or (choice == "auto" and has_kernels))
+
+
+def may_pack(config: Any) -> bool:
+    """Whether models of this config can be packed; a recurrent state would carry over to the next trajectory."""
+    return config.model_type in _KNOWN and not is_recurrent(config)
 
 
 def shared_prefixes(tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,5 +176,8 @@ def shares(model: nn.Module) -> bool:
     """Whether rows may share tokens; not if a layer has a window, because kernels measure distances in
     the packed row.
     """
-    config = causal_lm_of(model).config.get_text_config(decoder=True)
+    return may_share(causal_lm_of(model).config.get_text_config(decoder=True))
+
+
+def may_share(config: Any) -> bool:
     return getattr(config, "sliding_window", None) is None or not getattr(config, "use_sliding_window", True)

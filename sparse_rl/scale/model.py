@@ -20,7 +20,7 @@ from ..compressors import Compressor
 from ..config import Recipe, RolloutSettings
 from ..distributed.world import BUCKET
 from ..errors import SparseRLError, require_int
-from ..learn.packing import pack
+from ..learn.packing import may_pack, may_share, pack
 from ..models import ModelShape, dtype_of, load_config, weight_bytes
 from ..rollout.schedule import row_counts
 from ..train.budget import compressor_of
@@ -38,10 +38,10 @@ class Machine:
     bandwidth: float  # bytes/s at which a decode step reads weights and slots
     decode_flops: float  # FLOP/s of the matrix products of a decode step
     layer_seconds: float  # fixed seconds per layer of a decode step
-    prefill_flops: float  # FLOP/s of the modules' forward pass without gradients
-    token_seconds: float  # fixed seconds per token and layer of the modules
+    prefill_flops: float  # FLOP/s of reading prompts
+    token_seconds: float  # fixed seconds per token and layer of reading prompts
     evict_flops: float  # FLOP/s of an eviction, counted as the products of a row's keys with each other
-    learn_flops: float  # FLOP/s of scoring and learning
+    learn_flops: float  # FLOP/s of scoring and learning, in steps of a run
     rollout_rest: float  # share of a rollout spent on traces to the host and on the host itself
     step_rest: float  # share of a step spent on grading and on the overlaps of a few trajectories
     hidden: float  # share of the shorter of sampling and learning that is saved by doing both at the same time
@@ -50,7 +50,7 @@ class Machine:
 
 
 # one NVIDIA H200, bf16: docs/scale.md says which measurement each number comes from
-H200 = Machine(4.35e12, 667e12, 32.4e-6, 564e12, 79.7e-9, 62.3e12, 392e12, 0.031, 0.045, 0.53, 0.44e-6, 139 * 2**30)
+H200 = Machine(4.35e12, 667e12, 32.4e-6, 564e12, 79.7e-9, 62.3e12, 434e12, 0.031, 0.045, 0.53, 0.44e-6, 139 * 2**30)
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,15 @@ class Work:
     seen: float  # the most keys that a query of the learner sees
     views: int  # forward passes of scoring
     passes: float  # cost of an update, in forward passes
+    packs: bool  # whether micro-batches of the learner have no padding
+    shares: bool  # whether the completions of a prompt share its tokens there
     shard: bool
 
     @classmethod
     def of(
-        cls, shape: ModelShape, recipe: Recipe, *, tied: bool, parameters: int, trained: int, prompt_tokens: int
-    ) -> Work:
+        cls, shape: ModelShape, recipe: Recipe, *, tied: bool, parameters: int, trained: int, prompt_tokens: int,
+        packs: bool, shares: bool,
+    ) -> Work:  # fmt: skip
         learn, bound, head = recipe.learn, compressor_of(recipe.rollout).on_average(), shape.vocabulary * shape.hidden
         capacity, method = bound.capacity(prompt_tokens, recipe.rollout.max_new_tokens), learn.resolve_method()
         backward = 1 if recipe.model.lora_rank else 2
@@ -123,6 +126,8 @@ class Work:
             seen=capacity if method.view == "shadow" else math.inf,
             views=recipe.scores_all + (models - 1) + recipe.keeps_reference,
             passes=(1 + backward + recomputed) * (models + (method.distill is not None)),
+            packs=packs,
+            shares=packs and shares,
             shard=recipe.model.shard,
         )
 
@@ -202,16 +207,26 @@ class Work:
         evict = self.evictions(new).sum() * 2 * self.capacity * keys / machine.evict_flops
         return (decode + prefill + evict) / (1 - machine.rollout_rest)
 
-    def pass_seconds(self, machine: Machine, sequences: int, length: int) -> float:
-        """Seconds of a forward pass over a micro-batch, padding included."""
-        tokens = sequences * length
+    def pass_seconds(self, machine: Machine, tokens: float, length: float) -> float:
+        """Seconds of a forward pass over so many tokens, those of padding included, of sequences of this length."""
         flops = 2 * tokens * (self.body + self.head) + 4 * tokens * min(self.seen, length / 2) * self.query_width
-        return flops / machine.learn_flops + tokens * self.shape.layers * machine.token_seconds
+        return flops / machine.learn_flops
 
     def passes_of(self, machine: Machine, lengths: np.ndarray) -> tuple[float, int]:
         """(seconds of a forward pass over all sequences, number of micro-batches)"""
-        packed = pack(torch.from_numpy(lengths), self.micro_batch_tokens)
-        return sum(self.pass_seconds(machine, len(rows), int(lengths[rows[0]])) for rows in packed), len(packed)
+        if not self.packs:
+            padded = [
+                (len(rows), int(lengths[rows[0]])) for rows in pack(torch.from_numpy(lengths), self.micro_batch_tokens)
+            ]
+            return sum(self.pass_seconds(machine, rows * length, length) for rows, length in padded), len(padded)
+        tokens = self.packed_tokens(lengths)
+        mean = float((lengths**2.0).sum() / max(1, lengths.sum()))  # of the sequence that a token is in
+        return self.pass_seconds(machine, tokens, mean), math.ceil(tokens / self.micro_batch_tokens)
+
+    def packed_tokens(self, lengths: np.ndarray) -> float:
+        """Tokens of sequences that are packed. Neighbours have the same prompt, as many as a group has completions."""
+        shared = len(lengths) - math.ceil(len(lengths) / self.rollout.group_size) if self.shares else 0
+        return float(lengths.sum()) - shared * self.prompt_tokens
 
     # ---- several GPUs
 
@@ -365,5 +380,9 @@ def work_of(recipe: Recipe, prompt_tokens: int) -> Work:
     shape = ModelShape.of(config, dtype_of(recipe.model.dtype))
     parameters = weight_bytes(config, shape.dtype) // shape.dtype.itemsize
     trained = trained_parameters(config, recipe) or parameters
-    tied = bool(config.get_text_config(decoder=True).tie_word_embeddings)
-    return Work.of(shape, recipe, tied=tied, parameters=parameters, trained=trained, prompt_tokens=prompt_tokens)
+    text = config.get_text_config(decoder=True)
+    packs = recipe.learn.packing != "never" and may_pack(text) and not recipe.student.chunks
+    return Work.of(
+        shape, recipe, tied=bool(text.tie_word_embeddings), parameters=parameters, trained=trained,
+        prompt_tokens=prompt_tokens, packs=packs, shares=may_share(text),
+    )  # fmt: skip
