@@ -10,6 +10,9 @@ Prompts: 128 of 128 tokens. Given tokens: 129 for each of 256 rows that hold 511
     modules             as many rows at a time as the chunk holds
     fused               both: what an engine does
 
+Then groups of 16 prompts, of lengths that no earlier group had, one group of each length, as they come: once without
+cuDNN's attention, which is what an engine does, and once with it.
+
 Each line has the milliseconds of all rows; those until the host had launched everything; the number of forward passes;
 the peak of the device; and how far log-probs are from those of `modules`, mean over rows and vocabulary.
 """
@@ -21,8 +24,10 @@ import dataclasses
 import json
 import statistics
 import time
+import unittest.mock
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -30,8 +35,9 @@ from stay import provenance
 from torch import Tensor
 
 from sparse_rl import Engine
-from sparse_rl.kernels.modules import known_modules
+from sparse_rl.kernels.modules import fusing, known_modules
 from sparse_rl.models import load_model
+from sparse_rl.rollout import prefill
 from sparse_rl.rollout.feed import Chunk
 from sparse_rl.rollout.live_loop import LiveLoop
 from sparse_rl.rollout.queue import Waiting
@@ -88,6 +94,19 @@ def reading_prompts(loop: LiveLoop, shape: Shape, most: int) -> tuple[Callable[[
     return work, len(groups)
 
 
+def new_lengths(loop: LiveLoop, shape: Shape, first: int, on_gpu: bool) -> dict:
+    """Groups of prompts of every second length from `first` on, each once."""
+    lengths, rows = range(first, shape.prompt, 2), min(16, shape.prompts)
+    wait = torch.cuda.synchronize if on_gpu else lambda: None
+    wait()
+    began = time.perf_counter()
+    for length in lengths:
+        loop.prefill([Waiting(i, [1 + i] * length, i, deque()) for i in range(rows)])
+    wait()
+    ms = 1000 * (time.perf_counter() - began)
+    return {"what": "prompts of new lengths", "passes": len(lengths), "ms": ms, "host_ms": ms, "peak_gib": None}
+
+
 def feeding(loop: LiveLoop, shape: Shape, most: int, fused: bool) -> tuple[Callable[[], Tensor], int]:
     known = known_modules(loop.model) if fused else []
     feeder = dataclasses.replace(loop.feeder, most=most, known=known)
@@ -120,12 +139,18 @@ def measure(shape: Shape) -> list[dict]:
                 apart = (logprobs - expected[what]).abs().mean().item()
                 lines.append({"what": what, "way": way, "passes": passes, **found, "apart": apart})
                 print(lines[-1], flush=True)
+        for way, first in (("fused", 1), ("fused, with cuDNN", 2)):
+            plain = unittest.mock.patch.object(prefill, "reading", lambda known, _: fusing(known))
+            with plain if first == 2 else nullcontext():
+                lines.append({"way": way, "apart": 0.0, **new_lengths(loop, shape, first, on_gpu)})
+                print(lines[-1], flush=True)
     return lines
 
 
 def table(lines: list[dict]) -> str:
     text = ["| what | way | passes | ms | host, ms | peak, GiB | log-probs apart |", "|" + "---|" * 7]
-    for line in sorted(lines, key=lambda line: (line["what"], list(WAYS).index(line["way"]))):
+    ways = [*WAYS, "fused, with cuDNN"]
+    for line in sorted(lines, key=lambda line: (line["what"], ways.index(line["way"]))):
         peak = "" if line["peak_gib"] is None else f"{line['peak_gib']:.1f}"
         times = f"{line['ms']:.1f} | {line['host_ms']:.1f} | {peak} | {line['apart']:.4f}"
         text.append(f"| {line['what']} | {line['way']} | {line['passes']} | {times} |")

@@ -26,6 +26,8 @@ from .alibi import Alibi
 from .given import given
 from .latent import absorbed, expanded
 
+_UNSEEN = -65504.0  # added to logits: nothing is left of them, in any dtype, and no kernel takes it for a NaN
+
 
 @dataclass
 class Feed:
@@ -104,7 +106,7 @@ class Feed:
         if known not in self.masks:
             mask = self.visible_to(layer)
             if self.live is None and ops.rules(mask.device).adds_masks:
-                mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+                mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, _UNSEEN)
             self.masks[known] = group_mask(mask, groups)
         return self.masks[known]
 

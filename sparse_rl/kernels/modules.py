@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import ops
 
@@ -62,6 +64,18 @@ def fusing(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for module in changed:
             del vars(module)["forward"]
+
+
+@contextmanager
+def reading(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """`fusing`, for a forward pass over prompts or given tokens on a device.
+
+    cuDNN's attention is left out there: it prepares a plan for every shape that it has not seen, and few groups of
+    prompts have the shape of another one.
+    """
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with fusing(modules), sdpa_kernel(kernels) if device.type == "cuda" else nullcontext():
+        yield
 
 
 def known_modules(model: nn.Module) -> list[nn.Module]:

@@ -347,7 +347,7 @@ def fed_row_bytes(shape: CacheShape, capacity: int, tokens: int) -> int:
     weights.
     """
     slots = capacity + max(shape.extra, default=0)
-    weights = shape.query_heads * (8 if shape.mass else 1 + shape.dtype.itemsize)
+    weights = shape.query_heads * 8  # as where attention is written out, for masses, soft-caps and sinks
     return slots * (max(map(shape.layer_kv_bytes, range(shape.layers))) + tokens * weights)
 
 

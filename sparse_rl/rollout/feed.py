@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..attention import Feed
 from ..cache import SlotCache
 from ..cache.ties import KnownTies
-from ..kernels.modules import fusing
+from ..kernels.modules import reading
 from ..models.routing import RouteRecorder
 from ..planning.memory import most_fed
 from .decode import forward
@@ -114,9 +114,10 @@ class Feeder:
                 cache, used[:, None] + place, index, span=span_of(cache, max(c.used for c in chunks) + stop),
                 first=first and start == 0, ends=ends if padded else None, rows=rows if apart else None,
                 stored=stored[i] if padded else None, known=None if known is None else known.between(start, stop),
+                position=index.minimum(ends[:, None] - 1) if padded else None,  # some models have none for the padding
             )  # fmt: skip
             into = None if self.recorder is None else self.recorder.empty(index.numel(), device)  # [M, N * c, k]
-            with fusing(self.known):
+            with reading(self.known, device):
                 new = forward(self.model, tokens[:, start:stop], feed)
             if into is not None:
                 routes.append(into.unflatten(1, (n, -1)).permute(1, 2, 0, 3))

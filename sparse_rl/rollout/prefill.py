@@ -18,7 +18,7 @@ from ..attention import Feed
 from ..cache import SlotCache
 from ..compressors import Compressor
 from ..kernels import ops
-from ..kernels.modules import fusing
+from ..kernels.modules import reading
 from ..models.routing import RouteRecorder
 from .decode import forward, never_in
 from .evict import evict
@@ -90,7 +90,7 @@ class Reader:
                 ends=ends if min(lengths) < longest else None,
             )  # fmt: skip
             into = None if self.recorder is None else self.recorder.empty(index.numel(), device)  # [M, N * c, k]
-            with fusing(self.known):
+            with reading(self.known, device):
                 new = forward(self.model, tokens[:, start:stop], feed)
             if into is not None:
                 routes.append(into.unflatten(1, (n, -1)).permute(1, 2, 0, 3))

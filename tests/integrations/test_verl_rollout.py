@@ -160,7 +160,7 @@ def test_memory_goes_to_the_trainer_and_back(verl, shares):
 
 
 def test_an_engine_that_fails_tells_verl_why_and_goes_on(verl):
-    def fail(sample=True):
+    def fail(sample=True, meanwhile=None):
         raise RuntimeError("out of memory")
 
     async def work(server):

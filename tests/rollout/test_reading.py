@@ -10,7 +10,9 @@ import dataclasses
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from sparse_rl import Engine, Sampling, SparseRLError
 from sparse_rl.attention import slots
@@ -169,6 +171,52 @@ def test_conversations(name, compressor, monkeypatch):
         assert_replayed(model, trajectory)
 
 
+def random_model(name: str, **settings) -> nn.Module:
+    torch.manual_seed(0)
+    tokens = dict(vocab_size=61, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    return AutoModelForCausalLM.from_config(getattr(transformers, f"{name}Config")(**tokens, **settings)).eval()
+
+
+WIDTHS = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=64)
+NARROW = dict(n_embd=32, n_layer=2, n_head=4, n_positions=64)
+LONG_FACTORS = dict(
+    rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
+    original_max_position_embeddings=64,
+)  # fmt: skip
+BY_PLACE = {
+    "gpt2": lambda: random_model("GPT2", **NARROW),
+    "opt": lambda: random_model("OPT", **WIDTHS, ffn_dim=64, word_embed_proj_dim=32),
+    "gptj": lambda: random_model("GPTJ", **NARROW, rotary_dim=4),
+    "longrope": lambda: random_model(
+        "Phi3", **WIDTHS | dict(max_position_embeddings=256), intermediate_size=64, rope_parameters=LONG_FACTORS,
+        original_max_position_embeddings=64,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compressor", ["rkv", "dense"])
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_padding_has_no_place_beyond_the_last_token(name, compressor, monkeypatch):
+    """A model may have no position there, or compute all positions otherwise once one is large."""
+
+    def conversations():
+        engine = Engine(BY_PLACE[name](), compressor, budget=16, interval=24, rows=4)
+        turn = Sampling(2, temperature=0.0, stop_ids=())
+        with engine.open(56, 64) as live:
+            chats = [live.submit(prompt, turn) for prompt in prompts_of(50, 5)]
+            live.run()
+            for chat, given in zip(chats, prompts_of(2, 18), strict=True):
+                live.extend(chat, given, turn)
+            live.run()
+            return [live.release(chat) for chat in chats]
+
+    alone = conversations()
+    read_as_on_a_gpu(monkeypatch, fused=True)
+    for mine, theirs in zip(conversations(), alone, strict=True):
+        assert mine.tokens.equal(theirs.tokens)
+        torch.testing.assert_close(mine.sampler_logprobs, theirs.sampler_logprobs, rtol=0, atol=1e-4)
+
+
 def test_greedy_conversations_are_the_same(monkeypatch):
     model, plans = tiny("qwen2"), [plan_of(seed, 4, temperature=0.0) for seed in range(6)]
 
@@ -314,7 +362,7 @@ def test_as_few_groups_as_the_tokens_allow(monkeypatch):
 def test_what_attention_makes_is_bounded(monkeypatch):
     shape = feeding(tiny("llama"))[2].cache.shape
     a_row = fed_row_bytes(shape, 32, 8)
-    assert a_row == 32 * (2 * 2 * 8 * 4 + 8 * 4 * 5)
+    assert a_row == 32 * (2 * 2 * 8 * 4 + 8 * 4 * 8)
     monkeypatch.setattr("sparse_rl.planning.memory.chunk_bytes", lambda device: 3 * a_row)
     assert most_fed(shape, 32, 8, 16384, torch.device("cpu")) == 3
     assert most_fed(shape, 32, 8, 17, torch.device("cpu")) == 2
