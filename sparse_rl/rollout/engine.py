@@ -251,13 +251,13 @@ class Engine:
         Nothing runs between two pieces, and the model is restored, so it may be used in between. Closing the iterator
         ends the rollout. A later call of this engine takes its rows and cuts the stream off.
         """
-        sampling = sampling or Sampling()
-        prompts = [token_list(prompt)]
+        sampling, prompts = sampling or Sampling(), [token_list(prompt)]
         self.check(prompts, sampling)
         finished: list[Trajectory] = []
         new: list[int] = []
         with self._call(len(prompts[0]), sampling, finished) as number:
-            call = GenerateCall(self, prompts, [[0]], sampling, seed, lambda _, __, tokens: new.extend(tokens))
+            with self._switched():
+                call = GenerateCall(self, prompts, [[0]], sampling, seed, lambda _, __, tokens: new.extend(tokens))
             rounds = call.rounds(finished.append)
             while not finished:
                 if self.calls != number:

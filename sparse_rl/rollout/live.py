@@ -69,7 +69,8 @@ class LiveEngine:
         self._waiting = self._submitted = 0
         self.closed = self._left = False  # one that was cut off is closed, and has yet to let go of its conversations
         try:
-            self._loop = LiveLoop(engine, max_tokens, hold, hold_seconds, park, patience)
+            with engine._switched():  # what is captured knows the model as it is then
+                self._loop = LiveLoop(engine, max_tokens, hold, hold_seconds, park, patience)
         except BaseException as error:
             self._leave(error)
             raise

@@ -64,6 +64,22 @@ def test_the_fused_forward_records_routes(name, monkeypatch):
         assert gap.abs().max() < 1e-4
 
 
+def test_what_was_prepared_is_kept_whatever_is_called_next():
+    """Also where routers are hooked to record routes: what a captured step knows of the model has these hooks."""
+    engine = Engine(tiny("qwen3-moe"), budget=16, interval=8, rows=2, record_routes=True)
+    engine.keeps_state = True  # as where steps are captured
+    engine.reserve(20, 20)
+    turn, kept = Sampling(4, stop_ids=()), {}
+    for _ in range(2):
+        with engine.open(8, 20) as live:
+            live.submit([5, 6, 7], turn)
+            live.run()
+        engine.generate([[5, 6, 7]], sampling=turn)
+        assert list(engine.stream([5, 6, 7], turn))
+        kept = kept or dict(engine.decoders)
+    assert len(kept) == 2 and all(engine.decoders[settings] is decoder for settings, decoder in kept.items())
+
+
 def test_a_sliding_mixture_or_one_whose_router_is_hooked_is_not_fused():
     sliding = tiny("mixtral", sliding_window=24)
     assert not FusedForward.fits(sliding, Engine(sliding, budget=20, interval=12, rows=2).cache)
