@@ -152,7 +152,7 @@ class RayTransport:
         return Answered(member, answer)
 
     def publish(self, version: int, parts: Iterable[dict[str, np.ndarray]], oldest: int) -> int:
-        others = any(about.node != self.node for about in self.about.values())  # on this node, memory is shared
+        others = any(about.node != self.node for about in list(self.about.values()))  # on this node, memory is shared
         return self.weights.publish(version, parts, oldest, compare=others)
 
     def _put(self, part: Part, needed: int) -> Any:

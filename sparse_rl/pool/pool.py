@@ -10,7 +10,8 @@ import hashlib
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -157,21 +158,20 @@ class Pool:
         self.driving = threading.Lock()
 
     def publish(self, version: int, weights: Callable[[], Iterable[dict[str, np.ndarray]]]) -> None:
-        """Make the weights of a version available, if they are not yet; one part after the other."""
-        if version in self.versions:
+        """Make the weights of a version available, if they are not yet and the pool is open; part after part."""
+        if version in self.versions or self.closed:
             return
-        self.versions = [*self.versions, version][-self.keep :]
-        self.counts.bytes_out += self.transport.publish(version, weights(), self.versions[0])
+        versions = [*self.versions, version][-self.keep :]
+        self.counts.bytes_out += self.transport.publish(version, weights(), versions[0])
+        self.versions = versions
 
     def complete(self, pieces: Sequence[Piece]) -> list[bytes]:
         """The results of pieces, in their order."""
-        found = dict(self.results(pieces))
-        return [found[number] for number in range(len(pieces))]
+        with closing(self.results(pieces)) as results:
+            return [result for _, result in sorted(results)]
 
-    def results(self, pieces: Sequence[Piece]) -> Iterator[tuple[int, bytes]]:
-        """The result of every piece with the piece's number, as they come, whatever happens to members meanwhile.
-        The pool is driven while the next one is waited for.
-        """
+    def results(self, pieces: Sequence[Piece]) -> Generator[tuple[int, bytes], None, None]:
+        """Every piece's number and result, as they come. The pool is driven meanwhile; closing it gives up the rest."""
         if not pieces:
             return
         with self.driving:
@@ -229,7 +229,9 @@ class Pool:
             self.listened = time.monotonic()
 
     def close(self) -> None:
-        """End all members. Requests under way are interrupted."""
+        """End all members, once. Requests under way are interrupted."""
+        if self.closed:
+            return
         self.closed = True
         with self.driving:
             self.transport.close()

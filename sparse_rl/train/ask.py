@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -80,8 +81,8 @@ class FromPool:
         budget = engine.compressor.budget if engine.compressor.has_budget else None
         diagnose = asked.diagnose if self.scores else ()
         pieces = cut(asked.ids, asked.members, asked.seed, asked.version, budget, asked.expected, diagnose)
-        with ThreadPoolExecutor(1, "opener") as opener:  # while others are still under way
-            opening = {number: opener.submit(opened, payload) for number, payload in self.pool.results(pieces)}
+        with closing(self.pool.results(pieces)) as results, ThreadPoolExecutor(1, "opener") as opener:
+            opening = {number: opener.submit(opened, payload) for number, payload in results}  # others are under way
         found = [opening[number].result() for number in range(len(pieces))]
         trajectories = [t for done in found for t in done.trajectories]
         assert [(t.prompt_index, t.sample_index) for t in trajectories] == [

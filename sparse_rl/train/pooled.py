@@ -78,7 +78,7 @@ class RunPool:
             "pool/bytes/weights": counts.bytes_out,
             "pool/bytes/fetched": counts.bytes_fetched,
         }
-        found |= {f"pool/{name}/seconds": seconds for name, seconds in counts.spent.items()}
+        found |= {f"pool/{name}/seconds": seconds for name, seconds in dict(counts.spent).items()}
         return {name: float(value) for name, value in found.items()}
 
 

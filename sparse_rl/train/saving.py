@@ -19,6 +19,7 @@ from .best import Measured, best_of
 from .checkpoint import cleaned_checkpoints, keep_best, load_state, restoring, save_checkpoint
 from .log import Log
 from .parts import make_rollout_record
+from .pooled import end_pool
 
 if TYPE_CHECKING:
     from .loop import Trainer
@@ -129,7 +130,8 @@ def save_after(trainer: Trainer, error: BaseException) -> None:
         with uninterrupted():  # even by a second Ctrl-C
             trainer.world.stop = False
             if trainer.learner.sharded is not None:
-                trainer.source.close()  # otherwise shards would wait for everything that is sampled ahead
+                end_pool(trainer.pool)  # otherwise shards would wait for everything that is sampled ahead
+                trainer.source.close()
             save(trainer)
     elif trainer.learner.sharded is None:
         save(trainer, World() if trainer.world.first else World(trainer.world.rank))

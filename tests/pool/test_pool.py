@@ -512,6 +512,32 @@ def test_results_come_while_others_are_under_way():
     pool.close()
 
 
+def test_results_that_nobody_reads_any_more_are_given_up():
+    pool, _ = made()
+    with contextlib.closing(pool.results(request())) as results:
+        next(results)
+    assert not pool.waiting and not pool.ledger.requests
+    assert pool.complete(request()) == expected(request())
+    pool.close()
+
+
+def test_weights_that_could_not_be_sent_are_sent_again_and_a_closed_pool_takes_none():
+    pool, _ = made()
+
+    def fails():
+        raise OSError("no room")
+        yield
+
+    with pytest.raises(OSError, match="no room"):
+        pool.publish(1, fails)
+    pool.publish(1, lambda: text("version 1"))
+    pieces = request(version=1)
+    assert pool.complete(pieces) == expected(pieces, "version 1")
+    pool.close()
+    pool.publish(2, fails)
+    pool.close()
+
+
 def test_a_stop_that_comes_late_does_not_end_what_came_after_it():
     """Ray may run two calls of an actor in another order than they were sent in."""
     worker, (one, other) = Worker(Echo()), request(prompts=2, group=1)
