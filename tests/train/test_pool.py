@@ -20,7 +20,7 @@ from sparse_rl.errors import SparseRLError
 from sparse_rl.files import read_lines
 from sparse_rl.pool.pieces import cut
 from sparse_rl.pool.weights import Versions, bytes_of
-from sparse_rl.train import remote
+from sparse_rl.train import remote, saving
 from sparse_rl.train.ask import Done, closed, opened
 from sparse_rl.train.run import train
 from tests.helpers.pools import Threads, copied
@@ -327,3 +327,16 @@ def test_mistakes():
     ]:
         with pytest.raises(SparseRLError, match=said):
             recipe(rollout=given)
+
+
+def test_an_interrupt_of_a_divided_learner_ends_the_pool_before_what_waits_for_it(monkeypatch):
+    order = []
+    pool = SimpleNamespace(pool=SimpleNamespace(close=lambda: order.append("pool")))
+    trainer = SimpleNamespace(
+        progress=SimpleNamespace(steps=1, is_between_steps=lambda versions, refused: False), versions=None,
+        world=SimpleNamespace(stop=True), learner=SimpleNamespace(sharded=object()), pool=pool,
+        source=SimpleNamespace(close=lambda: order.append("sampled ahead")),
+    )  # fmt: skip
+    monkeypatch.setattr(saving, "save", lambda trainer: order.append("saved"))
+    saving.save_after(trainer, KeyboardInterrupt())
+    assert order == ["pool", "sampled ahead", "saved"] and not trainer.world.stop
